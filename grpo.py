@@ -1,0 +1,235 @@
+"""GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), in one file.
+
+Ask each question G times. An answer's advantage is how much better its reward is than its own
+group's, in standard deviations; no critic is trained. Then PPO's clipped step on every token:
+
+    A_i    = (R_i - mean_G R) / std_G R                                  the same for all its tokens
+    r_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
+    loss   = 1/N sum_i 1/|o_i| sum_t [ max(-A_i r_it, -A_i clip(r_it, 1-eps, 1+eps)) + beta KL_it ]
+    KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1                  ("k3", towards the start)
+
+From PPO it drops the critic and GAE, and moves the KL from the reward into the loss.
+
+    python grpo.py                                                a laptop: no download, 2 minutes
+    python grpo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
+    torchrun --nproc_per_node 8 grpo.py --model Qwen2.5-7B --data gsm8k --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import common
+from common import flag
+
+
+@dataclass
+class Config:
+    """Defaults: the algorithm's constants from its paper, the workload of a 7B run on GSM8K
+    (256 questions x 8 answers, 512 + 512 tokens, 4 minibatches, lr 1e-6, KL weight 0.001)."""
+
+    # what is trained, and on what
+    model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
+    data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
+    out_dir: str = flag("", "where the run goes; empty: a fresh runs/grpo-N")
+    seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
+    resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
+    # rollout
+    steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
+    prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
+    group_size: int = flag(8, "G: answers per question (the paper: 64)", ">= 2")
+    max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
+    max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
+    temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
+    rollout_batch: int = flag(128, "answers generated at once: bounds the KV cache", ">= 1")
+    # reward
+    reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
+    reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")
+    # the algorithm
+    clip_eps: float = flag(0.2, "clip range of the ratio, 1 - eps to 1 + eps", "> 0, < 1")
+    beta: float = flag(0.001, "weight of the KL to the reference (the paper: 0.04)", ">= 0")
+    # optimization
+    lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
+    lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
+    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout (the paper: 1)", ">= 1")
+    epochs: int = flag(1, "passes over each rollout", ">= 1")
+    micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
+    cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
+        "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")
+    gradient_checkpointing: bool = flag(False, "less memory, a third more time")
+    # evaluation and files
+    eval_every: int = flag(10, "steps between evaluations on held-out questions", ">= 1")
+    eval_size: int = flag(256, "held-out questions", ">= 1")
+    test_size: int = flag(0, "questions of the test file read once at the end; 0: all", ">= 0")
+    save_every: int = flag(50, "steps between checkpoints", ">= 1")
+    keep: int = flag(2, "checkpoints kept", ">= 1")
+    wandb: str = flag("", "also log to this Weights & Biases project")
+
+    def check(self):
+        """Combinations that no single range can refuse. ValueError: one line for the user."""
+
+
+TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
+    steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48, rollout_batch=512,
+    beta=0.01, lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+)
+
+
+# --- the algorithm -------------------------------------------------------------------------------
+
+
+def group_advantages(rewards, group_size, eps=1e-6):
+    """How much better each answer is than its own group (DeepSeekMath, section 4.1.2).
+
+    rewards: (N,), groups in consecutive rows. Returns (N,) = (R - mean) / (std + eps), with the
+    unbiased std; exactly 0 in a group of equal rewards, where float32 rounding of the mean would
+    otherwise be blown up by 1/eps. ValueError if `group_size` < 2 or does not divide N.
+    """
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"group_size {group_size}: must be at least 2 and divide {len(rewards)}")
+    groups = rewards.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    advantages = centred / (groups.std(1, keepdim=True) + eps)
+    tied = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(tied, 0.0).view(-1)
+
+
+def token_weights(mask, total=None):
+    """How much each token counts: 1/N · 1/|o_i|, a mean over answers of means over tokens.
+
+    mask: (N, T). `total` counts the answers of the whole optimizer step when these rows are only
+    a part of it; the weights of all parts sum to 1, so a loss is a plain weighted sum however the
+    step is cut into micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    """
+    mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
+    total = len(mask) if total is None else total
+    return mask / mask.sum(1, keepdim=True).clamp(min=1) / total
+
+
+def kl_k3(logp, ref_logp):
+    """KL(pi_theta || pi_ref) per token, estimated from its own samples (DeepSeekMath, eq. 4).
+
+    logp, ref_logp: (N, T). Returns (N, T) = e^d - d - 1 with d = ref_logp - logp: never negative,
+    unbiased in value (its gradient is that of the *forward* KL). expm1, because in float32
+    exp(d) - d - 1 is -6e-8 at d = 1e-6.
+    """
+    d = ref_logp - logp
+    return torch.expm1(d) - d
+
+
+def policy_loss(
+    logp, old_logp, advantages, mask, weights, clip_eps=0.2, ref_logp=None, beta=0.0
+):
+    """The clipped objective with the KL inside the mean (DeepSeekMath, eq. 3), to be minimised.
+
+    logp, old_logp, ref_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may
+    be anything, NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to
+    the step's means: `pg_loss`, `clip_frac` (tokens whose clipped branch is the larger),
+    `approx_kl` (k3 of old || new), and `ref_kl` when there is a reference.
+    """
+    mask = mask.bool()
+    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()
+    advantages = advantages[:, None]
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    loss = pg_loss = (weights * torch.maximum(unclipped, clipped)).sum()
+    stats = {
+        "pg_loss": pg_loss.detach(),
+        "clip_frac": (weights * (clipped > unclipped)).sum(),
+        "approx_kl": (weights * (torch.expm1(log_ratio) - log_ratio)).sum().detach(),
+    }
+    if ref_logp is not None:
+        kl = kl_k3(logp.masked_fill(~mask, 0.0), ref_logp.masked_fill(~mask, 0.0))
+        stats["ref_kl"] = (weights * kl).sum().detach()
+        loss = loss + beta * (weights * kl).sum()
+    return loss, stats
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def rollout(sampler, questions, cfg, seed):
+    """G answers to each of P questions. Every rank samples its share, then all hold all of them.
+
+    Returns a `common.Batch` of P * G rows, answers of one question consecutive, not yet scored.
+    """
+    common.seed_all(cfg.seed, *seed, common.rank())
+    questions = common.my_share(questions)
+    prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
+    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, cfg.group_size, record=32)
+    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
+    batch = common.Batch(
+        questions=[q for q in questions for _ in range(cfg.group_size)],
+        texts=sampler.decode(tokens, mask),
+        prompt_ids=prompt_ids.repeat_interleave(cfg.group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(cfg.group_size, 0),
+        tokens=tokens,
+        mask=mask,
+        truncated=sampler.truncated(tokens),
+        sampler_logp=sampler_logp,
+    )
+    return common.gather(batch, sampler.pad)
+
+
+def train(cfg):
+    """The whole run: sample, score, advantage, update, log; again."""
+    run, data, policy, sampler = common.set_up(cfg, "grpo")
+    reference = common.load_frozen(run.start, cfg) if cfg.beta > 0 else None
+    optimizer = run.optimizer(policy, cfg.lr)
+    score = common.Scorer(cfg)
+    run.begin(sampler, data)
+
+    while run.step < cfg.steps and not run.stopping():
+        # 1 sample: G answers to each of P questions ----------------------------------------------
+        questions = run.next_questions(data.train)
+        batch = rollout(sampler, questions, cfg, seed=(run.step,))
+        run.lap("t_sample")
+
+        # 2 score ---------------------------------------------------------------------------------
+        batch.rewards, batch.correct = score(batch)  # (N,) each
+
+        # 3 advantage: how much better than its own group -----------------------------------------
+        advantages = group_advantages(batch.rewards, cfg.group_size)  # (N,)
+
+        # 4 update: pi_old is fixed, pi_theta moves -----------------------------------------------
+        cuts = common.cut(batch, cfg)  # minibatches of micro-batches, one cut for all log-probs
+        on_policy = len(cuts) * cfg.epochs == 1  # one update: pi_old is pi_theta, no pass needed
+        old_logp = None if on_policy else common.whole_logps(policy, batch, cuts, cfg)  # (N, T)
+        ref_logp = common.whole_logps(reference, batch, cuts, cfg) if reference else None
+        run.lap("t_logp")
+        meter = common.Meter()
+        for minibatch in cuts * cfg.epochs:
+            for micro in minibatch.micros:  # this rank's share of the rows
+                logp, entropy = common.micro_logps(policy, batch, micro, cfg)
+                old = logp.detach() if on_policy else micro.take(old_logp)
+                weights = token_weights(micro.mask, total=len(minibatch.rows))
+                loss, stats = policy_loss(
+                    logp, old, micro.take(advantages), micro.mask, weights,
+                    cfg.clip_eps, micro.take(ref_logp), cfg.beta,
+                )
+                (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
+                meter.add(**stats, entropy=(weights * entropy).sum())
+                meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
+            scale = common.warmup(optimizer, cfg.lr_warmup)
+            norm = common.optimizer_step(policy, optimizer, cfg.max_grad_norm, scale)
+            meter.step(grad_norm=norm)
+        sampler.refresh()
+        run.lap("t_update")
+
+        # 5 log, evaluate, save -------------------------------------------------------------------
+        run.state["step"] += 1
+        result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
+        tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
+        run.log(batch, advantages, meter, result, sampler, tied_frac=tied)
+        if run.due(cfg.save_every):
+            run.save(sampler)
+    run.finish(sampler, data)
+
+
+if __name__ == "__main__":
+    train(common.parse_args(Config, TINY))

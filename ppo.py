@@ -1,0 +1,316 @@
+"""PPO: Proximal Policy Optimization (arXiv 1707.06347) as RLHF uses it (InstructGPT, 2203.02155).
+
+One answer per question, and a critic that learns what to expect at every token. The KL to the
+reference is part of the reward, token by token; an answer's score comes on its last token:
+
+    R_t    = -beta log(pi_old / pi_ref)_t  + score on the last token     pi_ref: where we started
+    delta_t = R_t + gamma V_t+1 - V_t      A_t = delta_t + gamma lambda A_t+1      (GAE), V = 0 after
+    loss   = mean over tokens of max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps))  with A_t whitened
+    value  = mean over tokens of 1/2 max((V - G)^2, (clip(V, V_old -+ eps) - G)^2),  G = A + V_old
+
+Four models: policy, critic, reference, and a reward model unless a rule scores.
+
+    python ppo.py                                                 a laptop: no download, 3 minutes
+    python ppo.py --model Qwen2.5-0.5B --data gsm8k               one GPU
+    torchrun --nproc_per_node 8 ppo.py --model Qwen2.5-7B --critic Qwen2.5-0.5B --data gsm8k
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import common
+from common import flag
+
+
+@dataclass
+class Config:
+    """Defaults: the algorithm's constants from its paper, the workload of a 7B run on GSM8K
+    (256 questions x 1 answer, 512 + 512 tokens, 4 minibatches, lr 1e-6, KL weight 0.001)."""
+
+    # what is trained, and on what
+    model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
+    data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
+    out_dir: str = flag("", "where the run goes; empty: a fresh runs/ppo-N")
+    seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
+    resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
+    # rollout
+    steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
+    prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
+    group_size: int = flag(1, "G: answers per question", ">= 1")
+    max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
+    max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
+    temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
+    rollout_batch: int = flag(128, "answers generated at once: bounds the KV cache", ">= 1")
+    # reward
+    reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
+    reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")
+    # the algorithm
+    clip_eps: float = flag(0.2, "clip range of the ratio, 1 - eps to 1 + eps", "> 0, < 1")
+    kl_coef: float = flag(0.001, "weight of the KL in the reward (InstructGPT: 0.02)", ">= 0")
+    kl_target: float = flag(0.0, "KL per token that the weight is steered to; 0: fixed", ">= 0")
+    kl_horizon: int = flag(10000, "answers over which the weight adapts", ">= 1")
+    gamma: float = flag(1.0, "discount per token", ">= 0, <= 1")
+    lam: float = flag(1.0, "GAE's lambda; at 0.95 a reward fades to 4e-12 over 511 tokens, so "
+        "less than 1 is for short answers only", ">= 0, <= 1")
+    bootstrap: bool = flag(False, "a truncated answer also earns gamma V of where it was cut")
+    critic: str = flag("", "hub name or folder of the value model; empty: like the policy")
+    critic_lr: float = flag(1e-5, "the critic's learning rate, ten times the policy's", "> 0")
+    value_clip: float = flag(0.2, "clip range of the value around its old one", "> 0")
+    entropy_coef: float = flag(0.0, "weight of an entropy bonus (none in RLHF)", ">= 0")
+    # optimization
+    lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
+    lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
+    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout", ">= 1")
+    epochs: int = flag(1, "passes over each rollout", ">= 1")
+    micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
+    cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
+        "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")
+    gradient_checkpointing: bool = flag(False, "less memory, a third more time")
+    # evaluation and files
+    eval_every: int = flag(10, "steps between evaluations on held-out questions", ">= 1")
+    eval_size: int = flag(256, "held-out questions", ">= 1")
+    test_size: int = flag(0, "questions of the test file read once at the end; 0: all", ">= 0")
+    save_every: int = flag(50, "steps between checkpoints", ">= 1")
+    keep: int = flag(2, "checkpoints kept", ">= 1")
+    wandb: str = flag("", "also log to this Weights & Biases project")
+
+    def check(self):
+        """Combinations that no single range can refuse. ValueError: one line for the user."""
+
+
+TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
+    steps=60, prompts_per_step=128, max_prompt_len=128, max_new_tokens=48, rollout_batch=512,
+    kl_coef=0.01, lam=0.95, critic_lr=1e-3, lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+)
+
+
+# --- the algorithm -------------------------------------------------------------------------------
+
+
+def token_rewards(scores, logp, ref_logp, mask, kl_coef):
+    """The reward of each token (InstructGPT, eq. 2): the KL everywhere, the score at the end.
+
+    scores: (N,); logp, ref_logp, mask: (N, T). Returns (N, T) = -kl_coef * (logp - ref_logp), plus
+    the score on the last response token (the end token, or where the answer was cut); 0 outside
+    the mask. This KL is k1: as part of a reward its policy gradient is the KL's own.
+    """
+    mask = mask.bool()
+    rewards = -kl_coef * (logp - ref_logp).masked_fill(~mask, 0.0)
+    after = mask.sum(1, keepdim=True)
+    last = torch.arange(1, mask.shape[1] + 1, device=mask.device) == after  # (N, T)
+    return rewards + scores[:, None] * last
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), nothing after the last token.
+
+    rewards, values, mask: (N, T); values[:, t] is V of the state *before* token t.
+    Returns (advantages, returns), each (N, T), 0 outside the mask, not whitened:
+    A_t = delta_t + gamma lam A_t+1 with delta_t = R_t + gamma V_t+1 - V_t, and returns = A + V.
+    An answer that was cut is treated as ended, as one that ended is.
+    """
+    mask = mask.bool()
+    rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * lam * next_advantage) * mask[:, t]
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
+    return advantages, advantages + values
+
+
+def whiten(x, mask):
+    """(x - mean) / sqrt(var + 1e-8) over all unmasked cells, unbiased variance; 0 elsewhere.
+
+    x, mask: (N, T), of the whole rollout on all ranks. Returns (N, T); 0 for a single cell.
+    """
+    mask = mask.bool()
+    cells = x[mask]
+    if len(cells) < 2:
+        return torch.zeros_like(x)
+    white = (x - cells.mean()) / (cells.var() + 1e-8).sqrt()
+    return white.masked_fill(~mask, 0.0)
+
+
+def token_weights(mask, total=None):
+    """How much each token counts: 1 / sum_i |o_i|, a mean over all tokens.
+
+    mask: (N, T). `total` counts the tokens of the whole optimizer step when these rows are only
+    a part of it; the weights of all parts sum to 1, so a loss is a plain weighted sum however the
+    step is cut into micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    """
+    mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
+    total = mask.sum() if total is None else total
+    return mask / max(total, 1)
+
+
+def policy_loss(
+    logp, old_logp, advantages, mask, weights, clip_eps=0.2
+):
+    """The clipped objective (PPO, eq. 7), to be minimised.
+
+    logp, old_logp, advantages, mask, weights: (N, T). What lies under mask 0 may be anything, NaN
+    too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's means:
+    `pg_loss`, `clip_frac` (tokens whose clipped branch is the larger), `approx_kl` (k3 of
+    old || new).
+    """
+    mask = mask.bool()
+    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()
+    advantages = advantages.masked_fill(~mask, 0.0)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    loss = (weights * torch.maximum(unclipped, clipped)).sum()
+    stats = {
+        "pg_loss": loss.detach(),
+        "clip_frac": (weights * (clipped > unclipped)).sum(),
+        "approx_kl": (weights * (torch.expm1(log_ratio) - log_ratio)).sum().detach(),
+    }
+    return loss, stats
+
+
+def value_loss(values, old_values, returns, mask, weights, clip_eps=0.2):
+    """Half the squared error, clipped around the old value (InstructGPT's and its peers' code).
+
+    All (N, T), garbage under mask 0. Returns (loss, stats) like `policy_loss`: `value_loss`, and
+    `value_clip_frac` (tokens whose clipped branch is the larger).
+    """
+    mask = mask.bool()
+    values, old_values, returns = (
+        x.masked_fill(~mask, 0.0) for x in (values, old_values, returns)
+    )
+    near = torch.minimum(torch.maximum(values, old_values - clip_eps), old_values + clip_eps)
+    unclipped, clipped = (values - returns) ** 2, (near - returns) ** 2
+    loss = 0.5 * (weights * torch.maximum(unclipped, clipped)).sum()
+    stats = {
+        "value_loss": loss.detach(),
+        "value_clip_frac": (weights * (clipped > unclipped)).sum(),
+    }
+    return loss, stats
+
+
+def explained_variance(values, returns, mask):
+    """1 - var(returns - values) / var(returns) over the mask, a float: 1 is perfect, 0 is no better
+    than a constant; None where all returns are equal."""
+    mask = mask.bool()
+    spread = returns[mask].var()
+    return (1 - (returns - values)[mask].var() / spread).item() if spread > 0 else None
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def rollout(sampler, questions, cfg, seed):
+    """G answers to each of P questions. Every rank samples its share, then all hold all of them.
+
+    Returns a `common.Batch` of P * G rows, answers of one question consecutive, not yet scored.
+    """
+    common.seed_all(cfg.seed, *seed, common.rank())
+    questions = common.my_share(questions)
+    prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
+    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, cfg.group_size, record=32)
+    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
+    batch = common.Batch(
+        questions=[q for q in questions for _ in range(cfg.group_size)],
+        texts=sampler.decode(tokens, mask),
+        prompt_ids=prompt_ids.repeat_interleave(cfg.group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(cfg.group_size, 0),
+        tokens=tokens,
+        mask=mask,
+        truncated=sampler.truncated(tokens),
+        sampler_logp=sampler_logp,
+    )
+    return common.gather(batch, sampler.pad)
+
+
+def train(cfg):
+    """The whole run: sample, score, advantage, update, log; again."""
+    run, data, policy, sampler = common.set_up(cfg, "ppo")
+    reference = common.load_frozen(run.start, cfg) if cfg.kl_coef > 0 else None
+    critic = common.load_critic(run, sampler, cfg)
+    optimizer = run.optimizer(policy, cfg.lr)
+    critic_optimizer = run.optimizer(critic, cfg.critic_lr, "critic_optimizer")
+    score = common.Scorer(cfg)
+    kl_coef = run.state.get("kl_coef", cfg.kl_coef)
+    run.begin(sampler, data)
+
+    while run.step < cfg.steps and not run.stopping():
+        # 1 sample: G answers to each of P questions ----------------------------------------------
+        questions = run.next_questions(data.train)
+        batch = rollout(sampler, questions, cfg, seed=(run.step,))
+        run.lap("t_sample")
+
+        # 2 score ---------------------------------------------------------------------------------
+        batch.rewards, batch.correct = score(batch)  # (N,) each
+
+        # 3 advantage: how much better than the critic expected, token by token --------------------
+        cuts = common.cut(batch, cfg)  # minibatches of micro-batches, one cut for all log-probs
+        old_logp = common.whole_logps(policy, batch, cuts, cfg)  # (N, T), as all below
+        ref_logp = common.whole_logps(reference, batch, cuts, cfg) if reference else old_logp
+        old_values = common.whole_values(critic, batch, cuts)
+        kl = ((old_logp - ref_logp).sum(1) / batch.mask.sum(1)).mean().item()  # nats per token
+        scores = batch.rewards
+        if cfg.bootstrap:  # e.g. cut with score 0 where the critic still expects 0.6: earns 0.6
+            ends = common.whole_values(critic, batch, cuts, after=True)
+            last = ends.gather(1, batch.mask.sum(1, keepdim=True) - 1)[:, 0]
+            scores = scores + cfg.gamma * last * batch.truncated
+        rewards = token_rewards(scores, old_logp, ref_logp, batch.mask, kl_coef)
+        advantages, returns = gae(rewards, old_values, batch.mask, cfg.gamma, cfg.lam)
+        advantages = whiten(advantages, batch.mask)  # over the tokens of all ranks
+        run.lap("t_logp")
+
+        # 4 update: pi_old is fixed, pi_theta and the critic move ---------------------------------
+        meter = common.Meter()
+        for minibatch in cuts * cfg.epochs:
+            for micro in minibatch.micros:  # this rank's share of the rows
+                wanted = "grad" if cfg.entropy_coef else "value"
+                logp, entropy = common.micro_logps(policy, batch, micro, cfg, wanted)
+                old = micro.take(old_logp)
+                weights = token_weights(micro.mask, total=minibatch.tokens)
+                loss, stats = policy_loss(
+                    logp, old, micro.take(advantages), micro.mask, weights, cfg.clip_eps
+                )
+                entropy = (weights * entropy).sum()
+                loss = loss - cfg.entropy_coef * entropy
+                (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
+                values = common.micro_values(critic, batch, micro)
+                v_loss, v_stats = value_loss(
+                    values, micro.take(old_values), micro.take(returns), micro.mask, weights,
+                    cfg.value_clip,
+                )
+                (v_loss * common.world()).backward()
+                meter.add(**stats, value_loss=v_stats["value_loss"], entropy=entropy)
+                meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
+            scale = common.warmup(optimizer, cfg.lr_warmup)
+            norm = common.optimizer_step(policy, optimizer, cfg.max_grad_norm, scale)
+            common.optimizer_step(critic, critic_optimizer, cfg.max_grad_norm, scale)
+            meter.step(grad_norm=norm)
+        sampler.refresh()
+        run.lap("t_update")
+
+        # 5 log, evaluate, save -------------------------------------------------------------------
+        run.state["step"] += 1
+        result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
+        run.log(
+            batch, advantages, meter, result, sampler,
+            ref_kl=kl if reference else None, kl_coef=kl_coef,
+            explained_var=explained_variance(old_values, returns, batch.mask),
+        )
+        if cfg.kl_target:
+            error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2)
+            kl_coef *= 1 + error * len(batch) / cfg.kl_horizon
+            run.state["kl_coef"] = kl_coef
+        if run.due(cfg.save_every):
+            run.save(sampler)
+    run.finish(sampler, data)
+
+
+if __name__ == "__main__":
+    train(common.parse_args(Config, TINY))
