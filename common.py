@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
@@ -58,7 +59,7 @@ MAY_CHANGE = {"resume", "steps", "save_every", "keep", "wandb"}  # on --resume
 def fail(message):
     """Stop with one clear line and exit status 2. The message names the culprit and the remedy."""
     if int(os.environ.get("RANK", 0)) > 0:
-        time.sleep(1)  # rank 0 usually hits the same error: let it speak alone
+        time.sleep(2)  # rank 0 usually meets the same error: let it speak alone
     print(f"error: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         os._exit(2)  # an ordinary exit would wait for the other ranks
@@ -96,6 +97,7 @@ def parse_args(config_class, tiny, argv=None):
     raises ValueError. Any fault ends the program with one line and exit status 2.
     """
     argv = sys.argv[1:] if argv is None else argv
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
     names = [f.name for f in fields(config_class)]
     parser = _Parser(config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]")
     peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides which defaults --help shows
@@ -209,6 +211,7 @@ def start_processes(cfg):
 
 def _die(kind, error, trace):
     # One rank's exception ends the job: an orderly exit would wait for collectives of the others.
+    time.sleep(2 * (rank() > 0))  # as in fail()
     print(f"rank {rank()} failed:", file=sys.stderr)
     sys.__excepthook__(kind, error, trace)
     sys.stderr.flush()
@@ -368,7 +371,6 @@ def _trainable(model, cfg):
     model.loaded_dtype = model.config.dtype
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.config.use_cache = False
     return (shard(model, cfg) if dist.is_initialized() else model.float().to(device())).train()
 
 
@@ -381,6 +383,8 @@ def shard(model, cfg):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp import register_fsdp_forward_method
 
+    # FSDP2 warns of outputs that are views, in case of in-place changes: there are none here.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     mesh = init_device_mesh(device().type, (world(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(cfg), reduce_dtype=torch.float32)
     layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
@@ -416,6 +420,7 @@ def builtin_folder(cfg):
     folder = home / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(home / f"{folder.name}.lock"):
         if not folder.is_dir():
+            say(f"making the {cfg.model} model and its cold start, once: {folder}")
             seed_all(cfg.seed, "init")
             model = AutoModelForCausalLM.from_config(config).to(device())
             cold_start(model, tokenizer, lessons, cfg)
@@ -616,7 +621,9 @@ def token_logps(model, input_ids, attention_mask, response_len, temperature=1.0,
     """
     run = getattr(model, "response_logps", None)  # a sharded model gathers weights in methods only
     arguments = (input_ids, attention_mask, response_len, temperature, entropy)
-    return run(*arguments) if run else _response_logps(model, *arguments)
+    logp, entropies = run(*arguments) if run else _response_logps(model, *arguments)
+    shape = (len(input_ids), response_len)
+    return logp.view(shape), None if entropy == "off" else entropies.view(shape)
 
 
 def _response_logps(model, input_ids, attention_mask, response_len, temperature, entropy):
@@ -641,9 +648,8 @@ def _response_logps(model, input_ids, attention_mask, response_len, temperature,
                     _head_logps, head, chunk, label, temperature, entropy, use_reentrant=False
                 )
             )
-    logp, entropies = ([p[i] for p in parts] for i in (0, 1))
-    logp = torch.cat(logp).view(targets.shape)
-    return logp, None if entropy == "off" else torch.cat(entropies).view(targets.shape)
+    logps, entropies = zip(*parts)
+    return torch.cat(logps), None if entropy == "off" else torch.cat(entropies)
 
 
 def _head_logps(head, hidden, targets, temperature, entropy):
@@ -861,34 +867,37 @@ class Batch:
     def __len__(self):
         return len(self.texts)
 
+    def each(self, function):
+        """A batch of `function(name, value)` of every field that is set."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: None if v is None else function(k, v) for k, v in values.items()})
+
     @classmethod
     def cat(cls, batches, pad):
         """One batch from several, padded to the widest."""
-        fills = {"prompt_ids": pad, "prompt_mask": 0, "tokens": pad, "mask": 0}
-        fills["sampler_logp"] = math.nan
-        whole = {}
-        for f in fields(cls):
-            parts = [getattr(b, f.name) for b in batches]
-            if f.name in fills:
-                whole[f.name] = pad_cat(parts, fills[f.name], left=f.name.startswith("prompt"))
-            else:
-                whole[f.name] = torch.cat(parts) if f.type is torch.Tensor else sum(parts, [])
-        return cls(**whole)
+        fills = dict(prompt_ids=pad, prompt_mask=0, tokens=pad, mask=0, sampler_logp=math.nan)
+
+        def join(name, first):
+            parts = [getattr(batch, name) for batch in batches]
+            if name in fills:
+                return pad_cat(parts, fills[name], left=name.startswith("prompt"))
+            return sum(parts, []) if isinstance(first, list) else torch.cat(parts)
+
+        return batches[0].each(join)
+
+    def select(self, keep):
+        """The rows where `keep` (N,) is true."""
+        rows = keep.nonzero()[:, 0]
+        picked = rows.tolist()
+        return self.each(lambda _, x: [x[i] for i in picked] if isinstance(x, list) else x[rows])
 
     def head(self, n):
         """The first `n` rows."""
         return self.select(torch.arange(len(self)) < n)
 
-    def select(self, keep):
-        """The rows where `keep` (N,) is true."""
-        index = keep.nonzero()[:, 0].tolist()
-        pick = lambda x: x[index] if torch.is_tensor(x) else [x[i] for i in index]  # noqa: E731
-        return Batch(**{f.name: pick(getattr(self, f.name)) for f in fields(self)})
-
     def to(self, where):
         """The same batch with its tensors on another device."""
-        move = lambda x: x.to(where) if torch.is_tensor(x) else x  # noqa: E731
-        return Batch(**{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        return self.each(lambda _, x: x if isinstance(x, list) else x.to(where))
 
 
 def gather(batch, pad):
@@ -1610,4 +1619,6 @@ def save_model(sampler, model, folder, final=False):
     model.save_pretrained(folder, state_dict=tensors)
     if final:
         model.generation_config = clean
+        model.config.dtype = dtype  # save_pretrained() notes the float32 of the master weights
+        model.config.save_pretrained(folder)
     sampler.tokenizer.save_pretrained(folder)
