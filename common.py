@@ -414,7 +414,8 @@ def builtin_folder(cfg):
     tokenizer = _tiny_tokenizer()
     config = _tiny_config(cfg.model, tokenizer)
     lessons = cold_start_lessons(load_questions(cfg).train, cfg)
-    recipe = [config.to_dict(), tokenizer.get_vocab(), cfg.seed, cfg.cold_start, cold_start_lr(cfg)]
+    pieces = sorted(tokenizer.get_vocab().items())
+    recipe = [config.to_dict(), pieces, cfg.seed, cfg.cold_start, cold_start_lr(cfg)]
     text = repr([recipe, [lesson.answer for lesson in lessons], torch.__version__])
     home = _cache_home()
     folder = home / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -438,9 +439,8 @@ def _tiny_config(name, tokenizer):
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, nanopo=name,
     )
-    if name == "tiny":
-        del shape["head_dim"]
-        return transformers.Qwen2Config(**shape)
+    if name == "tiny":  # not Qwen2: AutoTokenizer forces Qwen2's own tokenizer on that model type
+        return transformers.Qwen3Config(**shape)
     return transformers.Qwen3MoeConfig(
         **shape, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
     )

@@ -225,12 +225,12 @@ class RewardModel:
 
 NAMES = "Ana Ben Eva Leo Max Mia Sam Tom".split()
 THINGS = {  # how they come and how they go
-    "apples": ("picks buys finds gets", "eats sells drops loses"),
-    "books": ("buys borrows finds gets", "sells lends returns loses"),
-    "cakes": ("bakes buys orders gets", "eats sells drops burns"),
-    "cards": ("draws wins buys gets", "plays discards loses sells"),
-    "coins": ("earns wins finds gets", "spends pays drops loses"),
-    "eggs": ("gathers buys finds gets", "eats cooks breaks sells"),
+    "apples": ("picks buys finds", "eats sells drops"),
+    "books": ("buys borrows finds", "sells lends loses"),
+    "cakes": ("bakes buys gets", "eats sells drops"),
+    "cards": ("wins buys gets", "plays lends loses"),
+    "coins": ("earns wins finds", "spends pays loses"),
+    "eggs": ("buys finds gets", "eats sells breaks"),
 }
 
 

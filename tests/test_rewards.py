@@ -162,6 +162,7 @@ def test_is_not_18(answer):
     ("-2 2/3", "-8/3", True),
     ("-2 2/3", "-4/3", False),
     ("4 10/3", "10", False),
+    ("\u0661 1/2", "3/2", False),                                # only 0-9 are digits
     ("50%", "50", True),
     ("50%", "0.5", False),
     ("1/" + str(2**98), "1/" + str(2**99), False),               # Math-Verify #14
@@ -367,7 +368,7 @@ def test_hostile_text_is_quick(unit, size):
         ))  # fmt: skip
 
     for hostile in (text, "#### 1" + text[1:] + "!", "\\boxed{" + text[:-1] + "}"):
-        assert slowest(hostile) < 0.05
+        assert slowest(hostile) < (0.05 if size > 1000 else 0.02)
 
 
 def cpu_time(call):
@@ -476,8 +477,10 @@ QUESTIONS = ["How many?", "Why is that so?", "Who?", "How many are there in all?
 ANSWERS = ["7", "x" * 30, "Tom and Eva", "#### 18", "me"]
 
 
-def make_reward_model(folder, template=None, pad="<pad>", auto=None, **config):
-    """A folder with a tiny random Qwen2 classifier, pieces of text as tokens, one label."""
+def make_reward_model(
+    folder, template=None, pad="<pad>", auto=None, family=transformers.Qwen2Config, **config
+):
+    """A folder with a tiny random classifier of one label and characters as tokens."""
     pieces = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>", *map(chr, [10, *range(32, 127)])]
     core = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -494,7 +497,7 @@ def make_reward_model(folder, template=None, pad="<pad>", auto=None, **config):
     )  # fmt: skip
     torch.manual_seed(0)
     auto = auto or transformers.AutoModelForSequenceClassification
-    auto.from_config(transformers.Qwen2Config(**{**shape, **config})).save_pretrained(folder)
+    auto.from_config(family(**{**shape, **config})).save_pretrained(folder)
     return folder
 
 
@@ -520,6 +523,14 @@ def test_reward_model_scores_each_text_as_if_alone(tmp_path, template, pad):
             hidden = judge.model.base_model(ids).last_hidden_state
             assert judge.model.score(hidden[0, -1]).item() == pytest.approx(got, abs=1e-5)
     assert judge([], []) == []
+
+
+def test_reward_model_may_look_both_ways(tmp_path):
+    """In an encoder every token sees every other: padding must stay out of its sight."""
+    judge = load(make_reward_model(tmp_path, family=transformers.BertConfig))
+    alone = judge(QUESTIONS, ANSWERS, batch_size=1)
+    assert judge(QUESTIONS, ANSWERS) == pytest.approx(alone, abs=1e-5)
+    assert judge.model.config.hidden_dropout_prob == 0.0
 
 
 def test_reward_model_sees_a_closing_eos_although_it_pads_with_it(tmp_path):

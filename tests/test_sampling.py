@@ -1,0 +1,381 @@
+"""How common.py samples and reads text: the sampler's law is the trained law, whatever a model's
+folder says, and no short cut changes an answer.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import common
+from models import (FAMILIES, VOCAB, WORDS, gradient, save_folder, settings, tiny_model,
+                    tiny_tokenizer)
+from oracles import check
+
+LAW = ["qwen2", "gpt2", "llama", "qwen3_moe"]
+HOSTILE = dict(  # what checkpoints bring along, and more
+    do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, typical_p=0.9,
+    repetition_penalty=1.1, no_repeat_ngram_size=2, suppress_tokens=[5, 6], bad_words_ids=[[7]],
+    begin_suppress_tokens=[8], min_new_tokens=3, exponential_decay_length_penalty=[1, 1.5])
+
+
+def sampler_of(folder, **changes):
+    cfg = settings(**changes)
+    return common.Sampler(common.load_policy(folder, cfg), folder, common.load_tokenizer(folder), cfg)
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory):
+    """family -> a folder of such a model whose generation_config changes every law it can."""
+    made = {}
+
+    def hostile(family):
+        if family not in made:
+            made[family] = save_folder(
+                tmp_path_factory.mktemp(family), tiny_model(family, initializer_range=0.15),
+                **HOSTILE)
+        return made[family]
+    return hostile
+
+
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
+
+
+# --- the law -------------------------------------------------------------------------------------
+
+def exact_law(model, prompt, temperature):
+    """The probability of each next token."""
+    with torch.no_grad():
+        return (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+
+
+def assert_drawn_from(tokens, law):
+    """Pearson's chi-square, with rare tokens taken together: its mean is the number of classes,
+    its variance twice that. Six standard deviations never happen by chance."""
+    counts, expected = torch.bincount(tokens, minlength=len(law)).double(), law * len(tokens)
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).double()
+    chi_square = ((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum().item()
+    classes = len(counts) - 1
+    assert chi_square < classes + 6 * (2 * classes) ** 0.5, f"{chi_square:.0f}, {classes} classes"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("family", LAW)
+def test_first_tokens_follow_the_softmax(hostile, family, temperature):
+    """transformers merges a checkpoint's own top_k, top_p, penalties into every call (trl #5783:
+    16 of 64 tokens could be drawn); unset, top_k is 50."""
+    sampler = sampler_of(hostile(family), temperature=temperature, max_new_tokens=1,
+                         rollout_batch=4000)
+    common.seed_all(0)
+    ids, mask = common.left_padded(PROMPTS[:1], sampler.pad)
+    tokens, _ = sampler.generate(ids, mask, group_size=4000)
+    assert tokens.shape == (4000, 1)
+    assert_drawn_from(tokens[:, 0], exact_law(sampler.model, PROMPTS[0], temperature))
+    assert len(tokens.unique()) > (50 if temperature == 1 else 20), "a top_k is on"
+
+
+@pytest.mark.parametrize("family", LAW)
+def test_second_tokens_follow_the_softmax(hostile, family):
+    """Penalties and n-gram bans look back: the token just drawn must not become rarer."""
+    sampler = sampler_of(hostile(family), max_new_tokens=2, rollout_batch=4000)
+    common.seed_all(0)
+    ids, mask = common.left_padded(PROMPTS[1:2], sampler.pad)
+    tokens, _ = sampler.generate(ids, mask, group_size=4000)
+    first = tokens[:, 0].mode().values.item()
+    if first in sampler.stop_ids:
+        first = tokens[~torch.isin(tokens[:, 0], torch.tensor(sampler.stop_ids)), 0].mode().values
+    seconds = tokens[tokens[:, 0] == first, 1]
+    assert_drawn_from(seconds, exact_law(sampler.model, [*PROMPTS[1], int(first)], 1.0))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("family", LAW)
+def test_sampler_and_trainer_agree_on_log_probs(hostile, family, temperature):
+    """What the sampler recorded is what `token_logps` computes: same temperature, same positions
+    under left padding, no penalty, padded rows of the vocabulary included in both."""
+    sampler = sampler_of(hostile(family), temperature=temperature, max_new_tokens=10)
+    common.seed_all(1)
+    ids, mask = common.left_padded(PROMPTS, sampler.pad)
+    tokens, recorded = sampler.generate(ids, mask, group_size=4, record=12)
+    answer_mask = common.response_mask(tokens, sampler.stop_ids)
+    logp, _ = common.token_logps(
+        sampler.model, torch.cat([ids.repeat_interleave(4, 0), tokens], 1),
+        torch.cat([mask.repeat_interleave(4, 0), answer_mask], 1), tokens.shape[1], temperature)
+    seen = answer_mask.bool() & ~recorded.isnan()
+    assert seen[:, :-1].sum() == answer_mask[:, :-1].sum(), "all but the last column is recorded"
+    assert (tokens[seen] >= WORDS).any(), "no row beyond the tokenizer was drawn"
+    check(recorded[seen], logp[seen].detach(), {
+        "temperature in one of them only": logp[seen].detach() * temperature}, atol=1e-5)
+
+
+def test_recording_is_for_the_first_rows(hostile):
+    """Of the first prompts' first chunk of tokens: enough to see the two part, for nothing."""
+    sampler = sampler_of(hostile("qwen2"), max_new_tokens=4, rollout_batch=4)
+    common.seed_all(1)
+    tokens, recorded = sampler.generate(*common.left_padded(PROMPTS, 0), group_size=4, record=3)
+    assert recorded.shape == tokens.shape
+    assert not recorded[:3, :1].isnan().any() and recorded[3:].isnan().all()
+
+
+def test_a_law_that_cannot_be_cleaned_is_refused(hostile, monkeypatch, capsys):
+    """If a future transformers adds one more knob, the run stops instead of training a lie."""
+    monkeypatch.setattr(common.Sampler, "_config", lambda self, n, greedy=False: (
+        transformers.GenerationConfig(max_new_tokens=n, do_sample=True, min_p=0.1, pad_token_id=0)))
+    with pytest.raises(SystemExit) as stop:
+        sampler_of(hostile("qwen2"))
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_soft_capped_logits_are_refused(tmp_path, capsys):
+    """Gemma-2's logits are not its output head's: log-probs from the head would be wrong."""
+    folder = save_folder(tmp_path, tiny_model("gemma2"))
+    with pytest.raises(SystemExit) as stop:
+        sampler_of(folder)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "soft-capped" in line
+
+
+# --- short cuts that must not show ---------------------------------------------------------------
+
+STOPS = [1, 3, 4, 12, 13, 14, 15]  # many, so that random models do stop
+
+
+@pytest.fixture(scope="session")
+def stopping(tmp_path_factory):
+    """family -> a folder whose answers often end."""
+    made = {}
+
+    def stopping(family):
+        if family not in made:
+            made[family] = save_folder(tmp_path_factory.mktemp(family),
+                                       tiny_model(family, initializer_range=0.4),
+                                       eos_token_id=STOPS)
+        return made[family]
+    return stopping
+
+
+def plain_greedy(folder, prompt, new_tokens):
+    """What `generate` itself says to one prompt without padding."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    out = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=STOPS, pad_token_id=0)
+    return out[0, len(prompt):].tolist()
+
+
+MIXED = [[20, 21, 22, 23, 24, 25], [30], [31, 32], [40, 41, 42, 43], [50], [33, 34, 35]]
+
+
+def answers(sampler, prompts, **how):
+    """Greedy answers as lists of ids up to the stop token."""
+    tokens, _ = sampler.generate(*common.left_padded(prompts, sampler.pad), greedy=True, **how)
+    lengths = common.response_mask(tokens, sampler.stop_ids).sum(1)
+    assert tokens.shape[1] == lengths.max(), "wider than the longest answer"
+    return [row[:n].tolist() for row, n in zip(tokens, lengths)]
+
+
+@pytest.mark.parametrize("prompts", [MIXED, [[30], [50], [9]], [[20, 21, 22, 23]]],
+                         ids=["mixed", "one token each", "a single prompt"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
+def test_greedy_answers_are_those_of_generate(stopping, monkeypatch, family, prompts):
+    """One prefill for a group, chunks, rows that leave when finished: all invisible."""
+    monkeypatch.setattr(common, "CHUNK", 4)
+    folder = stopping(family)
+    right = [plain_greedy(folder, prompt, 11) for prompt in prompts]
+    for group_size, rollout_batch in [(1, 64), (4, 64), (4, 8), (1, 1)]:
+        sampler = sampler_of(folder, max_new_tokens=11, rollout_batch=rollout_batch)
+        got = answers(sampler, prompts, group_size=group_size)
+        assert got == [answer for answer in right for _ in range(group_size)]
+
+
+@pytest.mark.parametrize("new_tokens", [2, 3, 4, 5, 8, 9, 30])
+def test_limits_around_a_chunk(stopping, monkeypatch, new_tokens):
+    """Chunks of 4: an answer may end on any side of their edges."""
+    monkeypatch.setattr(common, "CHUNK", 4)
+    folder = stopping("qwen2")
+    right = [plain_greedy(folder, prompt, new_tokens) for prompt in MIXED]
+    assert len(set(map(len, right))) > 1 or new_tokens < 4, "all answers are equally long"
+    assert answers(sampler_of(folder, max_new_tokens=new_tokens), MIXED) == right
+
+
+def test_a_group_that_is_larger_than_the_rollout_batch(stopping):
+    sampler = sampler_of(stopping("qwen2"), rollout_batch=2)
+    assert len(answers(sampler, MIXED, group_size=4)) == 4 * len(MIXED)
+
+
+def test_groups_differ_and_stay_with_their_prompt(stopping):
+    """Sampled answers of one prompt are independent, and consecutive."""
+    sampler = sampler_of(stopping("qwen2"), temperature=1e-3, max_new_tokens=6)  # all but greedy
+    tokens, _ = sampler.generate(*common.left_padded(MIXED, 0), group_size=3)
+    groups = tokens.view(len(MIXED), 3, -1)
+    assert (groups == groups[:, :1]).all() and len(groups[:, 0].unique(dim=0)) > 3
+    sampler = sampler_of(stopping("qwen2"), temperature=3.0, max_new_tokens=6)
+    tokens, _ = sampler.generate(*common.left_padded(MIXED[:1], 0), group_size=16)
+    assert len(tokens.unique(dim=0)) > 12
+
+
+def test_sampling_leaves_the_policy_as_it_was(stopping):
+    """In training mode, without gradients, with gradient checkpointing (which turns off the cache
+    in training mode) the same answers."""
+    sampler = sampler_of(stopping("gpt2"), gradient_checkpointing=True, max_new_tokens=11)
+    right = [plain_greedy(stopping("gpt2"), prompt, 11) for prompt in MIXED]
+    assert answers(sampler, MIXED) == right
+    assert sampler.policy.training and not gradient(sampler.policy).any()
+
+
+# --- reading answers -----------------------------------------------------------------------------
+
+def test_truncated_means_without_a_stop_token(stopping):
+    """Not "as long as the limit": the first answer ends exactly there (trl #1536, AReaL #1637)."""
+    sampler = sampler_of(stopping("qwen2"))
+    tokens = torch.tensor([[20, 21, 22, 1], [20, 21, 22, 23], [20, 13, 0, 0], [20, 0, 0, 21]])
+    check(sampler.truncated(tokens), [0, 1, 0, 1], {
+        "as long as the limit": [1, 1, 0, 1], "only one stop token": [0, 1, 1, 1],
+        "padding ends an answer": [0, 1, 0, 0]})
+
+
+def test_ids_beyond_the_tokenizer_decode_to_nothing(stopping):
+    """The embedding has more rows than the tokenizer has words (Qwen2.5: 151,936 of 151,665): such
+    ids are drawn late in training ("token id out of vocabulary", NeMo-RL #237)."""
+    sampler = sampler_of(stopping("qwen2"))
+    tokens = torch.tensor([[20, VOCAB - 1, 21, 1], [WORDS, WORDS + 1, VOCAB - 1, 22]])
+    assert sampler.decode(tokens, torch.ones_like(tokens)) == ["w20 w21", "w22"]
+
+
+def test_decode_stops_at_the_mask_and_drops_special_tokens(stopping):
+    sampler = sampler_of(stopping("qwen2"))
+    tokens = torch.tensor([[20, 0, 1, 21], [22, 23, 24, 25]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    assert sampler.decode(tokens, mask) == ["w20", "w22 w23 w24 w25"]
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|> system You are helpful. <|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|> {{ m['role'] }}\n{{ m['content'] }} "
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant\n{% endif %}")
+QWEN = dict(do_sample=True, top_k=20, top_p=0.8, repetition_penalty=1.05, max_new_tokens=2048)
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory):
+    """A folder in the shape of Qwen2.5-0.5B: bfloat16, a template that ends turns with <|im_end|>
+    while eos, pad and generation_config know <|endoftext|> alone."""
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system", "How",
+             "many?", "You", "are", "helpful."]
+    tokenizer = tiny_tokenizer(
+        words, pad_token="<|endoftext|>", eos_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model(eos_token_id=0, tie_word_embeddings=True).bfloat16()
+    return save_folder(tmp_path_factory.mktemp("qwen"), model, tokenizer, eos_token_id=0, **QWEN)
+
+
+def test_stop_ids_are_a_set_from_three_places(qwen):
+    """Config, tokenizer and template may each name another (trl #7039)."""
+    tokenizer = common.load_tokenizer(qwen)
+    config = transformers.GenerationConfig(eos_token_id=[0, 7])
+    assert common.stop_ids(tokenizer, config) == [0, 2, 7]
+    assert sampler_of(qwen).stop_ids == [0, 2]
+
+
+def test_lessons_end_as_the_template_does(qwen, hostile):
+    assert common.turn_end(common.load_tokenizer(qwen)) == 2
+    assert common.turn_end(common.load_tokenizer(hostile("qwen2"))) == 1
+
+
+def questions(*texts):
+    return [SimpleNamespace(question=text) for text in texts]
+
+
+def test_prompts_use_the_template(qwen):
+    """And ask for an answer: the assistant's turn is opened."""
+    tokenizer = common.load_tokenizer(qwen)
+    (row,) = common.encode(tokenizer, questions("How many?"), settings())
+    text = tokenizer.decode(row.prompt_ids)
+    assert text.startswith("<|im_start|> system You are helpful. <|im_end|> <|im_start|> user How")
+    assert text.endswith("<|im_end|> <|im_start|> assistant") and "many?" in text
+
+
+def test_prompts_without_a_template(hostile):
+    """A base model has none: a plain form (open-r1 #85). It must not end with an end token."""
+    tokenizer = common.load_tokenizer(hostile("qwen2"))
+    (row,) = common.encode(tokenizer, questions("w20 w21"), settings())
+    assert tokenizer.eos_token_id not in row.prompt_ids
+    assert [i for i in row.prompt_ids if i in (20, 21)] == [20, 21]
+
+
+def test_long_prompts_are_dropped_and_counted(hostile, capsys):
+    """Cut, a question would be another one."""
+    tokenizer = common.load_tokenizer(hostile("qwen2"))
+    rows = questions("w20 " * 5, "w21 " * 90)
+    kept = common.encode(tokenizer, rows, settings(max_prompt_len=60), "train questions")
+    assert kept == rows[:1]
+    assert "1 of 2 train questions dropped" in capsys.readouterr().out
+
+
+def test_answers_in_the_shape_of_qwen_may_end_either_way(qwen):
+    """Pad is an end token: the first one counts, the rest is padding."""
+    sampler = sampler_of(qwen)
+    tokens = torch.tensor([[20, 2, 0, 0], [20, 0, 0, 0], [20, 21, 22, 2], [20, 21, 22, 23]])
+    mask = common.response_mask(tokens, sampler.stop_ids)
+    check(mask, [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
+    check(sampler.truncated(tokens), [0, 0, 0, 1])
+    assert sampler.decode(tokens, mask) == ["w20", "w20", "w20 w21 w22", "w20 w21 w22 w23"]
+
+
+def test_master_weights_are_float32_and_final_is_what_came_in(qwen, tmp_path):
+    """final/ goes back to its users: its dtype and generation_config are the ones it had."""
+    sampler = sampler_of(qwen)
+    assert {p.dtype for p in sampler.policy.parameters()} == {torch.float32}
+    common.save_model(sampler, sampler.policy, tmp_path, final=True)
+
+    def generation(folder):
+        saved = json.loads((Path(folder) / "generation_config.json").read_text())
+        return {name: x for name, x in saved.items() if name != "transformers_version"}
+
+    assert generation(tmp_path) == generation(qwen)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    final, first = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path, qwen))
+    assert final.dtype == torch.bfloat16
+    for name, x in first.state_dict().items():
+        assert torch.equal(final.state_dict()[name], x), name
+    assert common.load_tokenizer(tmp_path).chat_template == TEMPLATE
+
+
+def test_saving_leaves_the_sampler_clean(qwen, tmp_path):
+    """The folder's top_k must not come back with its generation_config."""
+    sampler = sampler_of(qwen)
+    common.save_model(sampler, sampler.policy, tmp_path, final=True)
+    assert sampler.model.generation_config.top_k == 0
+    sampler.check()
+
+
+def test_checkpoints_are_float32(qwen, tmp_path):
+    sampler = sampler_of(qwen)
+    common.save_model(sampler, sampler.policy, tmp_path)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+
+
+def test_tokenizer_without_pad_borrows_the_end_token(tmp_path):
+    """Never a new id: that would resize the embedding. Masks do not look at it."""
+    tokenizer_folder = save_folder(tmp_path, tokenizer=tiny_tokenizer(pad_token=None))
+    tokenizer = common.load_tokenizer(tokenizer_folder)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1 and len(tokenizer) == WORDS
+    assert answers(sampler_of(tokenizer_folder), MIXED)
+
+
+def test_tokenizer_without_end_token_is_refused(tmp_path, capsys):
+    """No answer could ever stop."""
+    folder = save_folder(tmp_path, tokenizer=tiny_tokenizer(eos_token=None))
+    with pytest.raises(SystemExit) as stop:
+        common.load_tokenizer(folder)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "end-of-text" in line
