@@ -78,7 +78,7 @@ def quiet():
 
 
 def flag(default, help, allowed=""):
-    """A dataclass field that is a command-line flag. `allowed` is its range, such as "> 0, <= 1"."""
+    """A dataclass field that is a command-line flag; `allowed` is its range, like "> 0, <= 1"."""
     metadata = {"help": help.replace("%", "%%")}
     return field(default=default, metadata=metadata | ({"metavar": allowed} if allowed else {}))
 
@@ -100,7 +100,7 @@ def parse_args(config_class, tiny, argv=None):
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
     names = [f.name for f in fields(config_class)]
     parser = _Parser(config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]")
-    peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides which defaults --help shows
+    peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides the defaults of --help
     peek.add_argument("--model", default=config_class.model)
     model = peek.parse_known_args(argv)[0].model
     if is_builtin(model):
@@ -134,7 +134,7 @@ def _check_range(name, value, allowed):
 def _check_common(cfg):
     weights = rewards.parse_reward(cfg.reward)
     if ("model" in weights) != bool(cfg.reward_model):
-        raise ValueError("--reward model and --reward_model NAME|DIR go together: give both or none")
+        raise ValueError("--reward model and --reward_model NAME|DIR go together: give both")
     if cfg.out_dir and not cfg.resume and (Path(cfg.out_dir) / "config.json").exists():
         raise ValueError(f"--out_dir {cfg.out_dir} holds a run: add --resume or name another")
     if cfg.minibatches > cfg.prompts_per_step * cfg.group_size:
@@ -330,7 +330,7 @@ def stop_ids(tokenizer, generation_config):
 
 
 def load_policy(path, cfg):
-    """The trained model: float32 master weights, sharded where more than one float32 process runs."""
+    """The trained model: float32 master weights, sharded unless one float32 process runs."""
     model = from_pretrained(AutoModelForCausalLM, path, dtype=_load_dtype(cfg))
     return _trainable(model, cfg)
 
@@ -447,7 +447,7 @@ def _tiny_config(name, tokenizer):
 
 
 def _tiny_tokenizer():
-    """Words, runs of # and single symbols of the built-in questions and answers: about 120 pieces."""
+    """Words, runs of # and single symbols of the built-in questions and answers: 76 pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|#+|[\s\S]"), "isolated")
@@ -718,11 +718,12 @@ class Sampler:
         config = self._config(2)
         config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
         seed_all("check")
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        ones = torch.ones_like(ids)
+        out = self.model.generate(ids, attention_mask=ones, generation_config=config)
         for scores, logits in zip(out.scores, out.logits):
             if not torch.allclose(scores, logits / self.cfg.temperature):
                 fail(f"--model {self.cfg.model}: generate() changes the logits before sampling")
-        logp, _ = token_logps(self.model, ids, torch.ones_like(ids), 2, entropy="off")
+        logp, _ = token_logps(self.model, ids, ones, 2, entropy="off")
         logits = self.model(input_ids=ids).logits[:, :-1].float()
         whole = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         if not torch.allclose(logp, whole, atol=1e-4):
@@ -1539,8 +1540,11 @@ def _numbered_folder(script):
             number += 1
 
 
-def set_up(cfg, script):
-    """Everything before the first step: (run, questions by split, policy, sampler)."""
+def set_up(cfg, file):
+    """Everything before the first step: (run, questions by split, policy, sampler).
+
+    `file` is the script's __file__; its stem names the run.
+    """
     again = Path(cfg.out_dir, "start") if cfg.resume else None  # weights after the cold start
     if again and again.is_dir():
         start = str(again)
@@ -1551,7 +1555,7 @@ def set_up(cfg, script):
     tokenizer = load_tokenizer(start)
     for name in ("train", "heldout", "test"):
         setattr(data, name, encode(tokenizer, getattr(data, name), cfg, f"{name} questions"))
-    run = Run(cfg, script)
+    run = Run(cfg, Path(file).stem)
     policy = load_policy(run.checkpoint or start, cfg)
     sampler = Sampler(policy, run.checkpoint or start, tokenizer, cfg)
     if cfg.cold_start and not run.checkpoint and not (run.folder / "start").is_dir():

@@ -1,18 +1,16 @@
 """DAPO: Decoupled clip and Dynamic sAmpling Policy Optimization (arXiv 2503.14476), in one file.
 
-GRPO with four changes, each of which a flag turns off:
+GRPO with four changes, each with a flag that turns it off, and without the KL:
 
-    clip-higher        clip(r_it, 1 - 0.2, 1 + 0.28): unlikely tokens may gain more    --clip_high 0.2
-    dynamic sampling   groups all right or all wrong leave (their advantage is 0), and more
-                       questions are sampled until the batch is full         --no_dynamic_sampling
-    token mean         loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it)) / sum_i |o_i|
-                                                                             --no_token_mean
-    soft overlong      R_i = (+1 right, -1 wrong) + 0 ... -1 over the last buffer of tokens
-                                                                             --overlong_buffer 0
+    A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
+    r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
+    loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - 0.2, 1 + 0.28)) / sum_i |o_i|
 
-and without the KL, so without a reference model: the policy is the only model in memory.
+Clip-higher lets unlikely tokens gain more (off: --clip_high 0.2). Token mean: long answers count
+by length (--no_token_mean). Dynamic sampling replaces groups that are all right or all wrong, with
+A = 0 (--no_dynamic_sampling). R is +-1, less up to 1 near the limit (--overlong_buffer 0).
 
-    python dapo.py                                                a laptop: no download, 3 minutes
+    python dapo.py                                                a laptop: no download, 2 minutes
     python dapo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
     torchrun --nproc_per_node 8 dapo.py --model Qwen2.5-7B --data gsm8k --gradient_checkpointing
 """
@@ -28,19 +26,19 @@ from common import flag
 
 @dataclass
 class Config:
-    """Defaults: the algorithm's constants from its paper, the workload of a 7B run on GSM8K
-    (256 questions x 16 answers, 512 + 512 tokens, 4 minibatches, lr 1e-6)."""
+    """Every field is a flag. Defaults: the algorithm's constants from its paper, the workload of a
+    7B run on GSM8K (article 000's in the README). TINY below overrides them for the tiny model."""
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
     data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
-    out_dir: str = flag("", "where the run goes; empty: a fresh runs/dapo-N")
+    out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
     steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
-    group_size: int = flag(16, "G: answers per question (the paper: 16)", ">= 2")
+    group_size: int = flag(16, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
@@ -59,7 +57,7 @@ class Config:
     lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
     lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
-    minibatches: int = flag(4, "optimizer steps per pass over a rollout (the paper: 16)", ">= 1")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout (papers: 1 to 16)", ">= 1")
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
@@ -77,16 +75,14 @@ class Config:
 
     def check(self):
         """Combinations that no single range can refuse. ValueError: one line for the user."""
-        if self.overlong_buffer > self.max_new_tokens:
-            raise ValueError(
-                f"--overlong_buffer {self.overlong_buffer}: longer than --max_new_tokens "
-                f"{self.max_new_tokens}; lower it (0 turns the penalty off)"
-            )
+        if self.overlong_buffer:
+            soft_overlong_penalty(torch.zeros(1), self.max_new_tokens, self.overlong_buffer)
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
     steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48, rollout_batch=512,
-    group_size=8, overlong_buffer=16, max_gen_rounds=3, lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    group_size=8, overlong_buffer=16, max_gen_rounds=3,
 )
 
 
@@ -110,12 +106,11 @@ def group_advantages(rewards, group_size, eps=1e-6):
 
 
 def token_weights(mask, total=None):
-    """How much each token counts: 1 / sum_i |o_i|, a mean over all tokens (DAPO, eq. 8).
+    """How much each token counts: 1 / sum_i |o_i| (DAPO, eq. 8, over a step, not each group).
 
-    mask: (N, T). `total` counts the tokens of the whole optimizer step when these rows are only
-    a part of it; the weights of all parts sum to 1, so a loss is a plain weighted sum however the
-    step is cut into micro-batches and ranks. (Eq. 8 divides by the tokens of one question's group;
-    the authors' code by those of the step, as here.) Returns (N, T).
+    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
+    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
+    micro-batches and ranks. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     total = mask.sum() if total is None else total
@@ -123,25 +118,19 @@ def token_weights(mask, total=None):
 
 
 def soft_overlong_penalty(lengths, max_len, buffer_len):
-    """What a long answer's reward loses (DAPO, eq. 13).
-
-    lengths: (N,) response tokens, the end token included; max_len: the limit of generation.
-    Returns (N,): 0 up to max_len - buffer_len, falling in a line to -1 at max_len, -1 beyond.
+    """What a long answer's reward loses (DAPO, eq. 13): 0 up to max_len - buffer_len, falling in a
+    line to -1 at max_len, -1 beyond. lengths: (N,) tokens with the end token. Returns (N,).
     ValueError unless 0 < buffer_len <= max_len.
     """
     if not 0 < buffer_len <= max_len:
-        raise ValueError(f"buffer_len {buffer_len}: must be in 1 ... max_len {max_len}")
+        raise ValueError(f"--overlong_buffer {buffer_len}: must be 1 to --max_new_tokens {max_len}")
     return ((max_len - buffer_len - lengths) / buffer_len).clamp(-1.0, 0.0)
 
 
 def keep_group(correct):
-    """Which groups can teach: those neither all right nor all wrong (DAPO, eq. 11).
-
-    correct: (P, G) of 0 and 1, the verdicts, *not* rewards: shaping by length would keep groups
-    that are all wrong. Returns (P,) bool: 0 < number right < G.
-    """
-    right = correct.sum(1)
-    return (0 < right) & (right < correct.shape[1])
+    """Which groups can teach (DAPO, eq. 11): (P, G) verdicts, 0 or 1 -> (P,) bool, 0 < right < G.
+    (Not by rewards: a length penalty makes those of a group that is all wrong unequal.)"""
+    return (0 < correct.sum(1)) & (correct.sum(1) < correct.shape[1])
 
 
 def policy_loss(
@@ -149,17 +138,16 @@ def policy_loss(
 ):
     """The clipped objective with two clip ranges (DAPO, eq. 8 and 10), to be minimised.
 
-    logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be
-    anything, NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to
-    the step's means: `pg_loss`, `clip_frac` (tokens whose clipped branch is the larger),
-    `approx_kl` (k3 of old || new).
+    logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be anything,
+    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
+    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
+    of old || new, per token).
     """
     mask = mask.bool()
     log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
-    advantages = advantages[:, None]
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    ratio = log_ratio.exp()  # (N, T)
+    unclipped = -advantages[:, None] * ratio
+    clipped = -advantages[:, None] * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = (weights * torch.maximum(unclipped, clipped)).sum()
     stats = {
         "pg_loss": loss.detach(),
@@ -197,7 +185,7 @@ def rollout(sampler, questions, cfg, seed):
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, "dapo")
+    run, data, policy, sampler = common.set_up(cfg, __file__)
     optimizer = run.optimizer(policy, cfg.lr)
     score = common.Scorer(cfg)
     full = cfg.prompts_per_step * cfg.group_size
@@ -207,20 +195,17 @@ def train(cfg):
         # 1 sample, 2 score: rounds, until P groups are neither all right nor all wrong -----------
         sampled, kept = [], []
         while len(sampled) < cfg.max_gen_rounds and sum(map(len, kept)) < full:
-            questions = run.next_questions(data.train)
-            batch = rollout(sampler, questions, cfg, seed=(run.step, len(sampled)))
+            questions, seed = run.next_questions(data.train), (run.step, len(sampled))
+            batch = rollout(sampler, questions, cfg, seed)
             batch.rewards, batch.correct = score(batch)  # (N,) each
-            if "correct" in score.weights:  # 1, 0 become 1, -1
-                batch.rewards += score.weights["correct"] * (batch.correct - 1)
+            batch.rewards += score.weights.get("correct", 0) * (batch.correct - 1)  # 0, 1 -> -1, 1
             if cfg.overlong_buffer:
-                lengths = batch.mask.sum(1)
-                batch.rewards += soft_overlong_penalty(
-                    lengths, cfg.max_new_tokens, cfg.overlong_buffer
-                )
+                limits = cfg.max_new_tokens, cfg.overlong_buffer
+                batch.rewards += soft_overlong_penalty(batch.mask.sum(1), *limits)
             keep = keep_group(batch.correct.view(-1, cfg.group_size)) | (not cfg.dynamic_sampling)
             sampled.append(batch)
             kept.append(batch.select(keep.repeat_interleave(cfg.group_size)))
-        sampled = common.Batch.cat(sampled, sampler.pad)
+        rounds, sampled = len(sampled), common.Batch.cat(sampled, sampler.pad)
         batch = common.Batch.cat(kept, sampler.pad).head(full)  # surplus groups are thrown away
         run.lap("t_sample")
 
@@ -239,8 +224,8 @@ def train(cfg):
                 old = logp.detach() if on_policy else micro.take(old_logp)
                 weights = token_weights(micro.mask, total=minibatch.tokens)
                 if not cfg.token_mean:  # GRPO's: every answer counts alike
-                    weights = weights * minibatch.tokens / len(minibatch.rows)
-                    weights = weights / micro.mask.sum(1, keepdim=True).clamp(min=1)
+                    lengths = micro.mask.sum(1, keepdim=True).clamp(min=1)
+                    weights = micro.mask / lengths / len(minibatch.rows)
                 loss, stats = policy_loss(
                     logp, old, micro.take(advantages), micro.mask, weights,
                     cfg.clip_low, cfg.clip_high,
@@ -258,11 +243,8 @@ def train(cfg):
         run.state["step"] += 1
         result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
         tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
-        run.log(
-            batch, advantages, meter, result, sampler, sampled, tied_frac=tied,
-            gen_rounds=len(sampled) // full,
-            groups_dropped=(len(sampled) - len(batch)) // cfg.group_size,
-        )
+        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied,
+                gen_rounds=rounds, groups_dropped=(len(sampled) - len(batch)) // cfg.group_size)
         if run.due(cfg.save_every):
             run.save(sampler)
     run.finish(sampler, data)

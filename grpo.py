@@ -1,14 +1,12 @@
 """GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), in one file.
 
-Ask each question G times. An answer's advantage is how much better its reward is than its own
-group's, in standard deviations; no critic is trained. Then PPO's clipped step on every token:
+Ask each question G times; an answer is as good as it is better than its own group. No critic.
+Then PPO's clipped step on every token, with the KL to the starting model inside the loss:
 
-    A_i    = (R_i - mean_G R) / std_G R                                  the same for all its tokens
-    r_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-    loss   = 1/N sum_i 1/|o_i| sum_t [ max(-A_i r_it, -A_i clip(r_it, 1-eps, 1+eps)) + beta KL_it ]
-    KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1                  ("k3", towards the start)
-
-From PPO it drops the critic and GAE, and moves the KL from the reward into the loss.
+    A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
+    r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
+    loss = 1/N sum_i 1/|o_i| sum_t [max(-A_i r_it, -A_i clip(r_it, 1 - eps, 1 + eps)) + beta KL_it]
+    KL_it = pi_ref/pi_theta - log pi_ref/pi_theta - 1
 
     python grpo.py                                                a laptop: no download, 2 minutes
     python grpo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
@@ -26,19 +24,19 @@ from common import flag
 
 @dataclass
 class Config:
-    """Defaults: the algorithm's constants from its paper, the workload of a 7B run on GSM8K
-    (256 questions x 8 answers, 512 + 512 tokens, 4 minibatches, lr 1e-6, KL weight 0.001)."""
+    """Every field is a flag. Defaults: the algorithm's constants from its paper, the workload of a
+    7B run on GSM8K (article 000's in the README). TINY below overrides them for the tiny model."""
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
     data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
-    out_dir: str = flag("", "where the run goes; empty: a fresh runs/grpo-N")
+    out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
     steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
-    group_size: int = flag(8, "G: answers per question (the paper: 64)", ">= 2")
+    group_size: int = flag(8, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
@@ -53,7 +51,7 @@ class Config:
     lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
     lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
-    minibatches: int = flag(4, "optimizer steps per pass over a rollout (the paper: 1)", ">= 1")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout (papers: 1 to 16)", ">= 1")
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
@@ -75,7 +73,8 @@ class Config:
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
     steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48, rollout_batch=512,
-    beta=0.01, lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    beta=0.01,
 )
 
 
@@ -101,9 +100,9 @@ def group_advantages(rewards, group_size, eps=1e-6):
 def token_weights(mask, total=None):
     """How much each token counts: 1/N · 1/|o_i|, a mean over answers of means over tokens.
 
-    mask: (N, T). `total` counts the answers of the whole optimizer step when these rows are only
-    a part of it; the weights of all parts sum to 1, so a loss is a plain weighted sum however the
-    step is cut into micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
+    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
+    micro-batches and ranks. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     total = len(mask) if total is None else total
@@ -113,9 +112,8 @@ def token_weights(mask, total=None):
 def kl_k3(logp, ref_logp):
     """KL(pi_theta || pi_ref) per token, estimated from its own samples (DeepSeekMath, eq. 4).
 
-    logp, ref_logp: (N, T). Returns (N, T) = e^d - d - 1 with d = ref_logp - logp: never negative,
-    unbiased in value (its gradient is that of the *forward* KL). expm1, because in float32
-    exp(d) - d - 1 is -6e-8 at d = 1e-6.
+    (N, T) each: e^d - d - 1 with d = ref_logp - logp, never negative; unbiased in value, its gradient
+    is the *forward* KL's. With expm1: in float32, exp(d) - d - 1 is -6e-8 at d = 1e-6.
     """
     d = ref_logp - logp
     return torch.expm1(d) - d
@@ -126,20 +124,20 @@ def policy_loss(
 ):
     """The clipped objective with the KL inside the mean (DeepSeekMath, eq. 3), to be minimised.
 
-    logp, old_logp, ref_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may
-    be anything, NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to
-    the step's means: `pg_loss`, `clip_frac` (tokens whose clipped branch is the larger),
-    `approx_kl` (k3 of old || new), and `ref_kl` when there is a reference.
+    logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be anything,
+    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
+    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
+    of old || new, per token).
+    With ref_logp (N, T) `beta` times the KL is added, and noted as `ref_kl`.
     """
     mask = mask.bool()
     log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
-    advantages = advantages[:, None]
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    loss = pg_loss = (weights * torch.maximum(unclipped, clipped)).sum()
+    ratio = log_ratio.exp()  # (N, T)
+    unclipped = -advantages[:, None] * ratio
+    clipped = -advantages[:, None] * ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    loss = (weights * torch.maximum(unclipped, clipped)).sum()
     stats = {
-        "pg_loss": pg_loss.detach(),
+        "pg_loss": loss.detach(),
         "clip_frac": (weights * (clipped > unclipped)).sum(),
         "approx_kl": (weights * (torch.expm1(log_ratio) - log_ratio)).sum().detach(),
     }
@@ -178,7 +176,7 @@ def rollout(sampler, questions, cfg, seed):
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, "grpo")
+    run, data, policy, sampler = common.set_up(cfg, __file__)
     reference = common.load_frozen(run.start, cfg) if cfg.beta > 0 else None
     optimizer = run.optimizer(policy, cfg.lr)
     score = common.Scorer(cfg)

@@ -1,15 +1,14 @@
 """GSPO: Group Sequence Policy Optimization (arXiv 2507.18071), in one file.
 
-GRPO with one ratio per answer. The reward belongs to the whole answer, so the importance ratio and
-the clip do, too; the ratio is the geometric mean of the token ratios (not their product):
+GRPO with one ratio per answer, the geometric mean of its tokens': the reward judges the answer as
+a whole, so the clip does. Its range is a thousandth of GRPO's and clips far more. No KL.
 
-    A_i    = (R_i - mean_G R) / std_G R                                  as in GRPO
-    s_i    = exp( 1/|o_i| sum_t log pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t) )
-    loss   = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1-eps_low, 1+eps_high))
+    A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
+    s_i  = exp(1/|o_i| sum_t log pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t))
+    loss = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1 - 3e-4, 1 + 4e-4))
 
-The clip range is a thousandth of GRPO's, 3e-4 and 4e-4, and clips far more. No KL, no reference.
-It differs from GRPO only off-policy: after the first of several updates per rollout. (GSPO-token
-has this very gradient when, as here, an answer's tokens share one advantage: not built.)
+It is GRPO until the second update of a rollout. (GSPO-token is this, too, when all tokens of an
+answer share one advantage.)
 
     python gspo.py                                                a laptop: no download, 2 minutes
     python gspo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
@@ -27,19 +26,19 @@ from common import flag
 
 @dataclass
 class Config:
-    """Defaults: the algorithm's constants from its paper, the workload of a 7B run on GSM8K
-    (256 questions x 8 answers, 512 + 512 tokens, 4 minibatches, lr 1e-6)."""
+    """Every field is a flag. Defaults: the algorithm's constants from its paper, the workload of a
+    7B run on GSM8K (article 000's in the README). TINY below overrides them for the tiny model."""
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
     data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
-    out_dir: str = flag("", "where the run goes; empty: a fresh runs/gspo-N")
+    out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
     steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
-    group_size: int = flag(8, "G: answers per question", ">= 2")
+    group_size: int = flag(8, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
@@ -54,7 +53,7 @@ class Config:
     lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
     lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
-    minibatches: int = flag(4, "optimizer steps per pass over a rollout; GSPO needs 2 or more", ">= 1")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout (papers: 1 to 16)", ">= 1")
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
@@ -102,9 +101,9 @@ def group_advantages(rewards, group_size, eps=1e-6):
 def token_weights(mask, total=None):
     """How much each token counts: 1/N · 1/|o_i|, a mean over answers of means over tokens.
 
-    mask: (N, T). `total` counts the answers of the whole optimizer step when these rows are only
-    a part of it; the weights of all parts sum to 1, so a loss is a plain weighted sum however the
-    step is cut into micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
+    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
+    micro-batches and ranks. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     total = len(mask) if total is None else total
@@ -116,21 +115,20 @@ def policy_loss(
 ):
     """The clipped objective, one ratio per answer (GSPO, eq. 5 and 7), to be minimised.
 
-    logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be
-    anything, NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the
-    step's means: `pg_loss`, `clip_frac` (answers whose clipped branch is the larger), `approx_kl`
-    (k3 of old || new, per token).
+    logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be anything,
+    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
+    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
+    of old || new, per token).
     """
     mask = mask.bool()
     log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
-    ratio = (log_ratio.sum(1) / mask.sum(1).clamp(min=1)).exp()  # (N,)
-    per_answer = weights.sum(1)  # (N,): 1/N
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = (per_answer * torch.maximum(unclipped, clipped)).sum()
+    ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).exp()  # (N, 1)
+    unclipped = -advantages[:, None] * ratio
+    clipped = -advantages[:, None] * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = (weights * torch.maximum(unclipped, clipped)).sum()
     stats = {
         "pg_loss": loss.detach(),
-        "clip_frac": (per_answer * (clipped > unclipped)).sum(),
+        "clip_frac": (weights * (clipped > unclipped)).sum(),
         "approx_kl": (weights * (torch.expm1(log_ratio) - log_ratio)).sum().detach(),
     }
     return loss, stats
@@ -164,7 +162,7 @@ def rollout(sampler, questions, cfg, seed):
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, "gspo")
+    run, data, policy, sampler = common.set_up(cfg, __file__)
     optimizer = run.optimizer(policy, cfg.lr)
     score = common.Scorer(cfg)
     run.begin(sampler, data)

@@ -4,7 +4,7 @@ One answer per question, and a critic that learns what to expect at every token.
 reference is part of the reward, token by token; an answer's score comes on its last token:
 
     R_t    = -beta log(pi_old / pi_ref)_t  + score on the last token     pi_ref: where we started
-    delta_t = R_t + gamma V_t+1 - V_t      A_t = delta_t + gamma lambda A_t+1      (GAE), V = 0 after
+    delta_t = R_t + gamma V_t+1 - V_t     A_t = delta_t + gamma lambda A_t+1     (GAE), V_end = 0
     loss   = mean over tokens of max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps))  with A_t whitened
     value  = mean over tokens of 1/2 max((V - G)^2, (clip(V, V_old -+ eps) - G)^2),  G = A + V_old
 
@@ -26,19 +26,19 @@ from common import flag
 
 @dataclass
 class Config:
-    """Defaults: the algorithm's constants from its paper, the workload of a 7B run on GSM8K
-    (256 questions x 1 answer, 512 + 512 tokens, 4 minibatches, lr 1e-6, KL weight 0.001)."""
+    """Every field is a flag. Defaults: the algorithm's constants from its paper, the workload of a
+    7B run on GSM8K (article 000's in the README). TINY below overrides them for the tiny model."""
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
     data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
-    out_dir: str = flag("", "where the run goes; empty: a fresh runs/ppo-N")
+    out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
     steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
-    group_size: int = flag(1, "G: answers per question", ">= 1")
+    group_size: int = flag(1, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 1")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
@@ -63,7 +63,7 @@ class Config:
     lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
     lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
-    minibatches: int = flag(4, "optimizer steps per pass over a rollout", ">= 1")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout (papers: 1 to 16)", ">= 1")
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
@@ -85,7 +85,8 @@ class Config:
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
     steps=60, prompts_per_step=128, max_prompt_len=128, max_new_tokens=48, rollout_batch=512,
-    kl_coef=0.01, lam=0.95, critic_lr=1e-3, lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    kl_coef=0.01, lam=0.95, critic_lr=1e-3,
 )
 
 
@@ -142,9 +143,9 @@ def whiten(x, mask):
 def token_weights(mask, total=None):
     """How much each token counts: 1 / sum_i |o_i|, a mean over all tokens.
 
-    mask: (N, T). `total` counts the tokens of the whole optimizer step when these rows are only
-    a part of it; the weights of all parts sum to 1, so a loss is a plain weighted sum however the
-    step is cut into micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
+    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
+    micro-batches and ranks. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     total = mask.sum() if total is None else total
@@ -156,14 +157,14 @@ def policy_loss(
 ):
     """The clipped objective (PPO, eq. 7), to be minimised.
 
-    logp, old_logp, advantages, mask, weights: (N, T). What lies under mask 0 may be anything, NaN
-    too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's means:
-    `pg_loss`, `clip_frac` (tokens whose clipped branch is the larger), `approx_kl` (k3 of
-    old || new).
+    logp, old_logp, advantages, mask, weights: (N, T). What lies under mask 0 may be anything,
+    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
+    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
+    of old || new, per token).
     """
     mask = mask.bool()
     log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # (N, T)
     advantages = advantages.masked_fill(~mask, 0.0)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
@@ -232,7 +233,7 @@ def rollout(sampler, questions, cfg, seed):
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, "ppo")
+    run, data, policy, sampler = common.set_up(cfg, __file__)
     reference = common.load_frozen(run.start, cfg) if cfg.kl_coef > 0 else None
     critic = common.load_critic(run, sampler, cfg)
     optimizer = run.optimizer(policy, cfg.lr)
