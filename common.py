@@ -1384,6 +1384,7 @@ class Run:
         """
         stats = meter.result()
         row = {name: sum(v) / len(v) for name, v in stats.items()}
+        dropped = sampled and (len(sampled) - len(batch)) // self.cfg.group_size
         sampled = sampled or batch
         row |= {
             "step": self.step,
@@ -1391,7 +1392,7 @@ class Run:
             "accuracy": sampled.correct.nanmean().item(),
             "truncated_frac": sampled.truncated.mean().item(),
             "response_len": sampled.mask.sum(-1).float().mean().item(),
-            "samples": len(sampled), "tokens": int(sampled.mask.sum()),
+            "samples": len(sampled), "tokens": int(sampled.mask.sum()), "groups_dropped": dropped,
             "expert_entropy": expert_entropy(sampler.model, sampled),
             "lr": self.optimizers["optimizer"][1].param_groups[0]["lr"],
         }

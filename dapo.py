@@ -6,9 +6,9 @@ GRPO with four changes, each with a flag that turns it off, and without the KL:
     r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
     loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - 0.2, 1 + 0.28)) / sum_i |o_i|
 
-Clip-higher lets unlikely tokens gain more (off: --clip_high 0.2). Token mean: long answers count
-by length (--no_token_mean). Dynamic sampling replaces groups that are all right or all wrong, with
-A = 0 (--no_dynamic_sampling). R is +-1, less up to 1 near the limit (--overlong_buffer 0).
+Clip-higher: unlikely tokens may gain more (off: --clip_high 0.2). Token mean: an answer counts by its
+length (--no_token_mean). Dynamic sampling: groups with A = 0 are replaced (--no_dynamic_sampling).
+Soft overlong penalty: R is +1 or -1, less up to 1 near the limit (--overlong_buffer 0).
 
     python dapo.py                                                a laptop: no download, 2 minutes
     python dapo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
@@ -113,8 +113,7 @@ def token_weights(mask, total=None):
     micro-batches and ranks. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
-    total = mask.sum() if total is None else total
-    return mask / max(total, 1)
+    return mask / max(mask.sum() if total is None else total, 1)
 
 
 def soft_overlong_penalty(lengths, max_len, buffer_len):
@@ -243,8 +242,7 @@ def train(cfg):
         run.state["step"] += 1
         result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
         tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
-        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied,
-                gen_rounds=rounds, groups_dropped=(len(sampled) - len(batch)) // cfg.group_size)
+        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied, gen_rounds=rounds)
         if run.due(cfg.save_every):
             run.save(sampler)
     run.finish(sampler, data)

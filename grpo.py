@@ -1,12 +1,11 @@
 """GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), in one file.
 
 Ask each question G times; an answer is as good as it is better than its own group. No critic.
-Then PPO's clipped step on every token, with the KL to the starting model inside the loss:
+Then PPO's clipped step on every token, with the KL (k3) to the starting model inside the loss:
 
     A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
     r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
     loss = 1/N sum_i 1/|o_i| sum_t [max(-A_i r_it, -A_i clip(r_it, 1 - eps, 1 + eps)) + beta KL_it]
-    KL_it = pi_ref/pi_theta - log pi_ref/pi_theta - 1
 
     python grpo.py                                                a laptop: no download, 2 minutes
     python grpo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
@@ -112,8 +111,8 @@ def token_weights(mask, total=None):
 def kl_k3(logp, ref_logp):
     """KL(pi_theta || pi_ref) per token, estimated from its own samples (DeepSeekMath, eq. 4).
 
-    (N, T) each: e^d - d - 1 with d = ref_logp - logp, never negative; unbiased in value, its gradient
-    is the *forward* KL's. With expm1: in float32, exp(d) - d - 1 is -6e-8 at d = 1e-6.
+    (N, T) each: e^d - d - 1 with d = ref_logp - logp, never negative; unbiased in value, while its
+    gradient is the *forward* KL's. By expm1: in float32, exp(d) - d - 1 is -6e-8 at d = 1e-6.
     """
     d = ref_logp - logp
     return torch.expm1(d) - d

@@ -148,8 +148,7 @@ def token_weights(mask, total=None):
     micro-batches and ranks. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
-    total = mask.sum() if total is None else total
-    return mask / max(total, 1)
+    return mask / max(mask.sum() if total is None else total, 1)
 
 
 def policy_loss(
