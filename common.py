@@ -1613,7 +1613,10 @@ def save_model(sampler, model, folder, final=False):
     """
     dtype = model.loaded_dtype if final else torch.float32
     tensors = {}
+    once = {key for key, _ in [*model.named_parameters(), *model.named_buffers()]}  # tied: one name
     for key, value in model.state_dict().items():
+        if key not in once:
+            continue
         value = full(value)
         if rank() == 0:
             tensors[key] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)

@@ -6,7 +6,7 @@ GRPO with four changes, each with a flag that turns it off, and without the KL:
     r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
     loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - 0.2, 1 + 0.28)) / sum_i |o_i|
 
-Clip-higher: unlikely tokens may gain more (off: --clip_high 0.2). Token mean: an answer counts by its
+Clip-higher: unlikely tokens may gain more (off: --clip_high 0.2). Token mean: answers count by
 length (--no_token_mean). Dynamic sampling: groups with A = 0 are replaced (--no_dynamic_sampling).
 Soft overlong penalty: R is +1 or -1, less up to 1 near the limit (--overlong_buffer 0).
 
@@ -204,7 +204,7 @@ def train(cfg):
             keep = keep_group(batch.correct.view(-1, cfg.group_size)) | (not cfg.dynamic_sampling)
             sampled.append(batch)
             kept.append(batch.select(keep.repeat_interleave(cfg.group_size)))
-        rounds, sampled = len(sampled), common.Batch.cat(sampled, sampler.pad)
+        n, sampled = len(sampled), common.Batch.cat(sampled, sampler.pad)
         batch = common.Batch.cat(kept, sampler.pad).head(full)  # surplus groups are thrown away
         run.lap("t_sample")
 
@@ -242,7 +242,7 @@ def train(cfg):
         run.state["step"] += 1
         result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
         tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
-        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied, gen_rounds=rounds)
+        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied, gen_rounds=n)
         if run.due(cfg.save_every):
             run.save(sampler)
     run.finish(sampler, data)

@@ -82,6 +82,7 @@ def shape(name, role="policy"):
         wide = config.num_experts_per_tok * config.moe_intermediate_size
     return SimpleNamespace(
         params=count(model), layer=max(layers), outside=count(model) - sum(layers),
+        tied=role == "policy" and bool(config.tie_word_embeddings),
         head=model.get_output_embeddings().weight.numel() if role == "policy" else 0,
         weight=max(p.numel() for p in model.parameters()),
         layers=config.num_hidden_layers, hidden=config.hidden_size, wide=wide,
@@ -95,8 +96,7 @@ def shape(name, role="policy"):
 
 
 def backward(model, cfg, gpus):
-    """{part: bytes} of one micro-batch at the fullest of three moments of its backward pass: in the
-    head (the largest logits), in a layer (recomputed if checkpointed), when all layers are done.
+    """{part: bytes} of one micro-batch at the fullest of five moments of its backward pass.
 
     Per token a layer keeps for backward: of each norm a float32 copy, the normalised one and the
     result; q, k, v (repeated to all heads) and the attention's output; four tensors of the MLP;
@@ -108,23 +108,30 @@ def backward(model, cfg, gpus):
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     norm = (4 + 2 * c) * model.hidden
     layer = 2 * norm + 4 * c * (model.attention + model.wide) + c * row
-    kept = tokens * model.layers * (c * model.hidden if cfg.gradient_checkpointing else layer)
-    again = layer if cfg.gradient_checkpointing else 0
-    moving = 2 * c * (model.wide + model.hidden)
-    chunk = min(tokens * cfg.max_new_tokens // row, common.HEAD_FLOATS // model.vocabulary)
-    logits = 4 * LOGIT_COPIES * chunk * model.vocabulary if model.head else 0
-    if sharded:  # gathered weights; gradients in c bytes, then in 4 to be summed over the ranks
-        gathered = [model.outside + model.layer, model.outside + 2 * model.layer, 0]
-        whole = [2 * c * model.head, c * model.head + (c + 4) * model.layer,
-                 (c + 4) * model.outside]
-    else:  # a gradient of one weight, about to be added to the others
-        gathered, whole = [0, 0, 0], [4 * model.head, 4 * model.hidden * model.wide, 0]
-    activations = [kept + norm * tokens, kept + (again + moving) * tokens, 0]
-    moments = [
-        {"gathered weights": c * g, "gradients of a layer": w, "activations": a, "logits": x}
-        for g, w, a, x in zip(gathered, whole, activations, [logits, 0, 0])
+    kept = model.layers * (c * model.hidden if cfg.gradient_checkpointing else layer)
+    again = layer * cfg.gradient_checkpointing + 2 * c * (model.wide + model.hidden)
+    answers, most = tokens * cfg.max_new_tokens // row, common.HEAD_FLOATS // model.vocabulary
+    chunk = min(answers, most) * model.vocabulary if model.head else 0
+    sums = 3 if answers > most else 1  # of the chunks' gradients: the old, the new, the total
+    moments = [  # numbers gathered by FSDP; bytes: gradients on their way, activations, logits
+        # the head, computed again for a chunk; its gradient; the first layer from the top
+        (model.outside + model.layer, c * model.head * sharded,
+         tokens * (kept + norm), 4 * LOGIT_COPIES * chunk),
+        (model.outside + model.layer, c * model.head * sums, tokens * (kept + norm), c * chunk),
+        (model.outside + 2 * model.layer,  # and the next one; the last one's gradient in float32
+         c * model.head * (sharded or model.tied) + c * model.hidden * model.wide
+         + 4 * model.layer * sharded, tokens * (kept + again), 0),
+        # the embedding, its gradient added to the head's if they are one; then all that is left
+        (model.outside, c * model.weight * (3 if model.tied else 1) + 4 * model.layer * sharded,
+         0, 0),
+        (0, model.outside * (4 + max(c, 4 / gpus)) * sharded, 0, 0),
     ]
-    return max(moments, key=lambda parts: sum(parts.values()))
+    parts = [
+        {"gathered weights": c * numbers * sharded, "gradients on their way": gradients,
+         "activations": activations, "logits": logits}
+        for numbers, gradients, activations, logits in moments
+    ]
+    return max(parts, key=lambda moment: sum(moment.values()))
 
 
 def sampling(model, cfg, gpus):
@@ -183,8 +190,6 @@ def plan(cfg, gpus):
     if cfg.reward_model:
         always["reward model"] = c * shape(cfg.reward_model, "reward").params
     stages = {"sample": sampling(policy, cfg, gpus)}
-    if cfg.reward_model:
-        ...
     gradients = {f"{n}: float32 gradients": 4 * m.params / gpus for n, m in trained.items()}
     for name, model in trained.items():
         stages[f"update {name}"] = gradients | backward(model, cfg, gpus)

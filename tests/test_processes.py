@@ -1,0 +1,184 @@
+"""Two processes compute what one computes: gradients, weights, metrics, files.
+
+Each test runs a short program in 1 and in 2 processes (gloo) on the same given rollouts and
+compares what they saved.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SCRIPTS = ("grpo", "dapo", "gspo", "ppo")
+
+# Replaces `generate` by answers that depend on (step, question, copy) alone, so that any number of
+# processes samples the same. Lengths differ widely; one question's answers are all alike (tied).
+PROGRAM = '''
+import sys, hashlib, torch
+sys.path.insert(0, {impl!r})
+import common, {script} as script
+{fault}
+LIMIT = 12
+
+def generate(self, prompt_ids, prompt_mask, group_size=1, greedy=False, record=0):
+    rows = []
+    for ids, mask in zip(prompt_ids.tolist(), prompt_mask.tolist()):
+        key = repr([i for i, m in zip(ids, mask) if m])
+        tied = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 4 == 0
+        for copy in range(group_size):
+            copy = 0 if tied else copy
+            seed = int(hashlib.sha256(f"{{key}} {{copy}} {{self.count}}".encode()).hexdigest()[:12], 16)
+            gen = torch.Generator().manual_seed(seed)
+            n = int(torch.randint(1, LIMIT + 1, (), generator=gen))
+            row = torch.randint(3, 50, (1, n), generator=gen)
+            if n < LIMIT:
+                row[0, -1] = self.stop_ids[0]
+            rows.append(row)
+    self.count += 1
+    tokens = common.pad_cat(rows, self.pad)
+    return tokens, torch.full(tokens.shape, float("nan"))
+
+common.Sampler.generate, common.Sampler.count = generate, {start}
+
+def score(self, batch):  # right or wrong by the tokens: about half are right, tied groups are tied
+    right = torch.tensor([float(sum(row) % 2) for row in (batch.tokens * batch.mask).tolist()])
+    return right.clone(), right
+
+common.Scorer.__call__ = score
+common.evaluate = lambda *a: {{}}
+argv = {argv!r}.split()
+script.train(common.parse_args(script.Config, script.TINY, argv))
+'''
+
+ARGV = (
+    "--cold_start 0 --steps 3 --prompts_per_step 6 --minibatches 2 --max_new_tokens 12 "
+    "--micro_tokens 200 --eval_size 8 --lr 1e-3 --keep 9"
+)
+
+
+def launch(tmp_path, impl, script, world, extra="", fault="", start=0):
+    """Run a script on given rollouts in `world` processes; returns its run folder.
+
+    `fault` is code that plants one; `start` is the rollout to begin with (after a resume).
+    """
+    tmp_path.mkdir(exist_ok=True)
+    out = tmp_path / f"{script}-{world}"
+    argv = f"{'' if '--resume' in extra else ARGV} --out_dir {out} {extra}"
+    program = tmp_path / f"{script}_{world}.py"
+    names = dict(impl=str(impl), script=script, argv=argv, fault=fault, start=start)
+    program.write_text(PROGRAM.format(**names))
+    command = [sys.executable, str(program)]
+    if world > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc_per_node", str(world), str(program)]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def weights(run):
+    """All tensors of a run's last checkpoint: weights and optimizer moments, critic's too."""
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    files = sorted(p for p in last.rglob("*.safetensors"))
+    return {f"{p.relative_to(last)}:{k}": v for p in files for k, v in load_file(p).items()}
+
+
+def metrics(run):
+    """The rows of metrics.csv without times and memory, as lists of floats."""
+    header, *lines = (run / "metrics.csv").read_text().splitlines()
+    keep = [i for i, c in enumerate(header.split(",")) if not c.startswith(("t_", "mem"))]
+    return [[float(line.split(",")[i] or "nan") for i in keep] for line in lines]
+
+
+def worst(a, b):
+    """Largest relative difference of two sets of tensors."""
+    assert a.keys() == b.keys()
+    return max(((a[k] - b[k]).norm() / (a[k].norm() + 1e-12)).item() for k in a)
+
+
+EXTRA = {
+    "grpo": "--group_size 4 --beta 0.1",
+    "dapo": "--group_size 4 --max_gen_rounds 3 --overlong_buffer 4",
+    "gspo": "--group_size 4",
+    "ppo": "--group_size 1 --prompts_per_step 24 --kl_coef 0.1 --kl_target 0.05",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_processes_train_the_same_weights(script, tmp_path, impl):
+    """After 3 steps of 2 updates: uneven lengths, uneven micro-batches, tied groups, refills."""
+    one = launch(tmp_path, impl, script, 1, EXTRA[script])
+    two = launch(tmp_path, impl, script, 2, EXTRA[script])
+    assert worst(weights(one), weights(two)) < 1e-5
+    torch.testing.assert_close(
+        torch.tensor(metrics(one)), torch.tensor(metrics(two)), rtol=2e-4, atol=1e-6, equal_nan=True
+    )
+    assert json.loads((two / "config.json").read_text())["world"] == 2
+
+
+FAULTS = {  # what a wrong reduction looks like, planted; the comparison must notice it
+    "a mean over ranks instead of the sum": "common.world = lambda: 1",
+    "each rank divides by its own share": (
+        "weights_ = script.token_weights\n"
+        "script.token_weights = lambda mask, total=None: weights_(mask)"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault, tmp_path, impl):
+    one = launch(tmp_path, impl, "grpo", 1, EXTRA["grpo"])
+    planted = FAULTS[fault]
+    if "world" in planted:  # only the loop's factor, not the plumbing
+        planted = (
+            "import types\nfake = types.ModuleType('common')\nfake.__dict__.update(vars(common))\n"
+            "fake.world = lambda: 1\nscript.common = fake"
+        )
+    two = launch(tmp_path, impl, "grpo", 2, EXTRA["grpo"], fault=planted)
+    assert worst(weights(one), weights(two)) > 1e-4
+
+
+def test_bfloat16_alone_takes_the_sharded_path(tmp_path, impl):
+    """One GPU computes in bfloat16 with float32 masters: the same code, here on a CPU."""
+    run = launch(tmp_path, impl, "grpo", 1, EXTRA["grpo"] + " --dtype bfloat16")
+    rows = metrics(run)
+    header = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert (run / "final" / "model.safetensors").is_file()
+    assert all(t.dtype == torch.float32 for t in weights(run).values())
+    assert len(rows) == 4 and "approx_kl" in header
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_resume_at_another_world_size(world, tmp_path, impl):
+    """A run of one process goes on in two, and the other way round."""
+    run = launch(tmp_path, impl, "grpo", world, EXTRA["grpo"] + " --steps 1")
+    out = tmp_path / f"grpo-{3 - world}"
+    os.rename(run, out)
+    again = launch(tmp_path, impl, "grpo", 3 - world, "--resume --steps 3", start=1)
+    whole = launch(tmp_path / "whole", impl, "grpo", 1, EXTRA["grpo"])
+    assert worst(weights(again), weights(whole)) < 1e-5
+
+
+def test_a_rank_that_fails_takes_the_job_down(tmp_path, impl):
+    """Its message is shown and torchrun ends with an error, soon."""
+    program = tmp_path / "broken.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(impl)!r})\n"
+        "import common, grpo, torch.distributed as dist\n"
+        f"cfg = common.parse_args(grpo.Config, grpo.TINY, '{ARGV} --group_size 4'.split())\n"
+        "common.start_processes(cfg)\n"
+        "if common.rank() == 1:\n    raise RuntimeError('rank 1 is ill')\n"
+        "dist.barrier()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         str(program)],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    )
+    assert done.returncode != 0 and "rank 1 is ill" in done.stderr
