@@ -8,8 +8,8 @@ Then PPO's clipped step on every token, with the KL (k3) to the starting model i
     loss = 1/N sum_i 1/|o_i| sum_t [max(-A_i r_it, -A_i clip(r_it, 1 - eps, 1 + eps)) + beta KL_it]
 
     python grpo.py                                                a laptop: no download, 2 minutes
-    python grpo.py --model Qwen2.5-0.5B --data gsm8k              one GPU
-    torchrun --nproc_per_node 8 grpo.py --model Qwen2.5-7B --data gsm8k --gradient_checkpointing
+    python grpo.py --model Qwen2.5-0.5B                           one GPU, on GSM8K
+    torchrun --nproc_per_node 8 grpo.py --model Qwen2.5-7B --gradient_checkpointing
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Config:
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
-    data: str = flag("words", "words (built in), gsm8k, a .jsonl file or a folder of them")
+    data: str = flag("gsm8k", "words (built in), gsm8k, a .jsonl file or a folder of them")
     out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
@@ -71,8 +71,8 @@ class Config:
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
-    steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48, rollout_batch=512,
-    lr=3e-4, cold_start=450, eval_every=10, save_every=20,
+    data="words", steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
+    rollout_batch=512, lr=3e-4, cold_start=450, save_every=20,
     beta=0.01,
 )
 
