@@ -127,8 +127,7 @@ def soft_overlong_penalty(lengths, max_len, buffer_len):
 
 
 def keep_group(correct):
-    """Which groups can teach (DAPO, eq. 11): (P, G) verdicts, 0 or 1 -> (P,) bool, 0 < right < G.
-    (Not by rewards: a length penalty makes those of a group that is all wrong unequal.)"""
+    """Groups that can teach (DAPO, eq. 11): (P, G) verdicts, not rewards -> (P,), 0 < right < G."""
     return (0 < correct.sum(1)) & (correct.sum(1) < correct.shape[1])
 
 

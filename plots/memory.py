@@ -115,7 +115,7 @@ def backward(model, cfg, gpus):
     sums = 3 if answers > most else 1  # of the chunks' gradients: the old, the new, the total
     moments = [  # numbers gathered by FSDP; bytes: gradients on their way, activations, logits
         # the head, computed again for a chunk; its gradient; the first layer from the top
-        (model.outside + model.layer, c * model.head * sharded,
+        (model.outside + model.layer, c * model.head * (sums > 1),
          tokens * (kept + norm), 4 * LOGIT_COPIES * chunk),
         (model.outside + model.layer, c * model.head * sums, tokens * (kept + norm), c * chunk),
         (model.outside + 2 * model.layer,  # and the next one; the last one's gradient in float32

@@ -1,0 +1,63 @@
+"""The README's links point at the lines that they speak of.
+
+A link into a script carries the code it means as its title: [text](grpo.py#L93 "groups.std(").
+After an edit, `python tests/test_readme.py` moves the numbers to where the code is now.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+LINK = re.compile(r'\]\(([\w/]+\.py)#L(\d+) "([^"]+)"\)')
+
+
+def line_of(file, code):
+    """The number of the only line of `file` that holds `code`."""
+    lines = (ROOT / file).read_text().splitlines()
+    found = [number for number, line in enumerate(lines, 1) if code in line]
+    assert len(found) == 1, f"{file}: {code!r} is on {len(found)} lines, wanted one"
+    return found[0]
+
+
+def relinked(text):
+    """README text with every line number set anew."""
+    return LINK.sub(lambda m: f'](' f'{m[1]}#L{line_of(m[1], m[3])} "{m[3]}")', text)
+
+
+@pytest.mark.parametrize("link", LINK.findall(README.read_text()), ids=lambda link: link[2][:40])
+def test_a_link_points_at_its_code(link):
+    file, number, code = link
+    assert code in (ROOT / file).read_text().splitlines()[int(number) - 1]
+
+
+def test_every_cell_of_the_difference_table_is_a_link():
+    """10 dimensions and 4 algorithms: what a cell claims can be looked up."""
+    table = README.read_text().split("<!-- differences -->")[1]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    cells = [cell for row in rows for cell in row.strip("|").split("|")[1:]]
+    assert len(rows) >= 10 and len(cells) == 4 * len(rows)
+    assert all(LINK.search(cell) or cell.strip() == "none" for cell in cells)
+
+
+def test_files_and_pictures_exist():
+    """Nothing that the README shows or names is missing."""
+    text = README.read_text()
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text) + re.findall(r"\]\((\w+/[\w.]+)\)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_flags_exist():
+    """Every --flag that the README names is one of ours."""
+    known = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("plots/*.py"),
+                                           *ROOT.glob("tests/*.py")])
+    theirs = {"nproc_per_node", "nnodes", "rdzv_endpoint"}
+    for flag in set(re.findall(r"--([a-z_]+)", README.read_text())) - theirs:
+        name = flag.removeprefix("no_")
+        assert re.search(rf"\b{name}: |--{flag}\b|\"--{flag}", known), f"--{flag}"
+
+
+if __name__ == "__main__":
+    README.write_text(relinked(README.read_text()))
