@@ -188,16 +188,16 @@ def compute_dtype(cfg):
         return getattr(torch, cfg.dtype)
     if device().type == "cpu":
         return torch.float32
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    say("notice: this GPU has no native bfloat16, computing in float32")
-    return torch.float32
+    native = torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
+    return torch.bfloat16 if native else torch.float32
 
 
 def start_processes(cfg):
     """Join the process group under torchrun; alone, make one only if weights are to be sharded."""
     if device().type == "cuda":
         torch.cuda.set_device(device())
+        if cfg.dtype == "auto" and compute_dtype(cfg) == torch.float32:
+            say("notice: this GPU has no native bfloat16, computing in float32")
     elif torch.backends.mps.is_available():
         say("notice: Apple GPUs are not used, this runs on the CPU")
     backend = "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
@@ -724,11 +724,13 @@ class Sampler:
             if not torch.allclose(scores, logits / self.cfg.temperature):
                 fail(f"--model {self.cfg.model}: generate() changes the logits before sampling")
         logp, _ = token_logps(self.model, ids, ones, 2, entropy="off")
-        logits = self.model(input_ids=ids).logits[:, :-1].float()
-        whole = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        if not torch.allclose(logp, whole, atol=1e-4):
-            fail(f"--model {self.cfg.model}: its logits are more than its output head "
-                 "(soft-capped or scaled, as Gemma-2's), which these scripts don't support")
+        logits = self.model(input_ids=ids).logits[:, :-1]
+        whole = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        rounding = 1e-4 if logits.dtype == torch.float32 else 0.2
+        capped = getattr(self.model.config, "final_logit_softcapping", None)
+        if capped or not torch.allclose(logp, whole, atol=rounding):
+            fail(f"--model {self.cfg.model}: its logits are more than its output head's "
+                 "(soft-capped or scaled, like Gemma-2's), which these scripts don't support")
         self.model.train(training)
 
     def refresh(self):
@@ -825,9 +827,9 @@ class _Recorder(LogitsProcessor):
         return logits
 
     def result(self, shape):
-        out = torch.full(shape, math.nan)
+        out = torch.full(shape, math.nan, device=device())
         if self.logps:
-            seen = torch.cat(self.logps, 1).cpu()
+            seen = torch.cat(self.logps, 1)
             out[: len(seen), : seen.shape[1]] = seen
         return out
 

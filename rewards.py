@@ -261,7 +261,7 @@ def words_split():
 
 
 def sloppy_pupil(row, rng):
-    """A pupil's answer to a word problem, 36 % right: gives up before each later step (p = 0.5),
+    """A pupil's answer to a word problem, 37 % right: gives up before each later step (p = 0.5),
     takes a sign for the other in one attempt of ten, writes `wait` and starts again (p = 0.35).
     For the cold start: a model taught only clean solutions is confidently wrong, beyond RL."""
     lines, again = [], True

@@ -104,7 +104,7 @@ def backward(model, cfg, gpus):
     """
     c, sharded = compute_bytes(cfg), is_sharded(cfg, gpus)
     row = cfg.max_prompt_len + cfg.max_new_tokens
-    rows = math.ceil(cfg.prompts_per_step * cfg.group_size / cfg.minibatches / gpus)
+    rows = -(-cfg.prompts_per_step * cfg.group_size // cfg.minibatches // gpus)
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     norm = (4 + 2 * c) * model.hidden
     layer = 2 * norm + 4 * c * (model.attention + model.wide) + c * row
@@ -118,7 +118,7 @@ def backward(model, cfg, gpus):
         (model.outside + model.layer, c * model.head * (sums > 1),
          tokens * (kept + norm), 4 * LOGIT_COPIES * chunk),
         (model.outside + model.layer, c * model.head * sums, tokens * (kept + norm), c * chunk),
-        (model.outside + 2 * model.layer,  # and the next one; the last one's gradient in float32
+        (model.outside + (1 + (gpus > 1)) * model.layer,  # the next one too; the last one's gradient
          c * model.head * (sharded or model.tied) + c * model.hidden * model.wide
          + 4 * model.layer * sharded, tokens * (kept + again), 0),
         # the embedding, its gradient added to the head's if they are one; then all that is left
@@ -135,28 +135,28 @@ def backward(model, cfg, gpus):
 
 
 def sampling(model, cfg, gpus):
-    """{part: bytes} of the sampler at its fullest: reading the prompts, or on the last token.
+    """{part: bytes} of the sampler at its fullest: reading prompts, or drawing the last token.
 
-    `rollout_batch` sequences at once and rank; evaluation reads that many *different* prompts.
+    `rollout_batch` sequences at once on each rank; evaluation reads that many *different* prompts.
     """
     c = compute_bytes(cfg)
-    prompts = max(1, cfg.rollout_batch // cfg.group_size)
-    train = min(prompts, math.ceil(cfg.prompts_per_step / gpus))
-    evaluate = min(cfg.rollout_batch, math.ceil(cfg.eval_size / gpus))
-    rows = max(train * cfg.group_size, evaluate)
-    cached = c * model.layers * model.kv  # bytes a token
-    read = max(train, evaluate) * cfg.max_prompt_len
+    prompts = min(max(1, cfg.rollout_batch // cfg.group_size), -(-cfg.prompts_per_step // gpus))
+    evaluated = min(cfg.rollout_batch, -(-cfg.eval_size // gpus))
+    rows = max(prompts * cfg.group_size, evaluated)
+    read = max(prompts, evaluated) * cfg.max_prompt_len
+    token = c * model.kv * (model.layers + 0.5)  # half: keys of one layer are copied as they grow
+    # drawn from: float32 logits, their softmax, the noise; scripts record 32 rows' log-probs
+    logits = ((c + 16) * rows + 4 * 32) * model.vocabulary
     moments = [
-        {"KV cache": cached * read, "activations": forward_only(model, c, read)},
-        {"KV cache": cached * rows * (cfg.max_prompt_len + cfg.max_new_tokens),
-         "logits": (c + 12) * rows * model.vocabulary},  # and three float32 copies: law, draw
+        {"KV cache": token * read, "activations": forward_only(model, c, read)},
+        {"KV cache": token * rows * (cfg.max_prompt_len + cfg.max_new_tokens), "logits": logits},
     ]
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def forward_only(model, c, tokens):
-    """Bytes of a forward pass that keeps nothing: three tensors of an MLP, two of the stream."""
-    return c * tokens * (3 * model.wide + 2 * model.hidden)
+    """Bytes of a pass that keeps nothing: three tensors of an MLP, four of the residual stream."""
+    return c * tokens * (3 * model.wide + 4 * model.hidden)
 
 
 def compute_bytes(cfg):
@@ -169,28 +169,169 @@ def is_sharded(cfg, gpus):
     return gpus > 1 or compute_bytes(cfg) == 2
 
 
-def plan(cfg, gpus):
-    """{stage: {part: bytes per GPU}}. A stage's need is the sum of its parts, a run's the largest.
-
-    Gradients are None while sampling, so they and the KV cache never meet.
-    """
-    c, policy = compute_bytes(cfg), shape(cfg.model)
-    sharded = is_sharded(cfg, gpus)
-    trained = {"policy": policy}
-    always = {"CUDA context, allocator": RESERVE}
+def models(cfg):
+    """{role: shape} of all that a run holds: policy, PPO's critic, reference, reward model."""
+    roles = {"policy": shape(cfg.model)}
     if hasattr(cfg, "critic"):
-        trained["critic"] = shape(cfg.critic or cfg.model, "critic")
-    for name, model in trained.items():
-        always[f"{name}: float32 weights"] = 4 * model.params / gpus
-        always[f"{name}: Adam's two moments"] = 8 * model.params / gpus
-    if sharded:  # else the sampler generates with the policy itself
-        always["sampler's copy"] = c * policy.params
+        roles["critic"] = shape(cfg.critic or cfg.model, "critic")
     if getattr(cfg, "beta", 0) > 0 or getattr(cfg, "kl_coef", 0) > 0:
-        always["reference"] = c * policy.params
+        roles["reference"] = roles["policy"]
     if cfg.reward_model:
-        always["reward model"] = c * shape(cfg.reward_model, "reward").params
-    stages = {"sample": sampling(policy, cfg, gpus)}
-    gradients = {f"{n}: float32 gradients": 4 * m.params / gpus for n, m in trained.items()}
-    for name, model in trained.items():
-        stages[f"update {name}"] = gradients | backward(model, cfg, gpus)
+        roles["reward model"] = shape(cfg.reward_model, "reward")
+    return roles
+
+
+def plan(cfg, gpus):
+    """{stage: {part: bytes per GPU}}: a stage needs the sum of its parts, a run its largest stage.
+
+    Gradients are None outside of updates, so they and the KV cache never meet. All are there in a
+    backward pass, as from the second micro-batch on.
+    """
+    c, sharded, roles = compute_bytes(cfg), is_sharded(cfg, gpus), models(cfg)
+    trained = {role: m for role, m in roles.items() if role in ("policy", "critic")}
+    always, gradients = {}, {}
+    for role, model in trained.items():
+        always[f"{role}, float32"] = 4 * model.params / gpus
+        always[f"{role}, Adam's two moments"] = 8 * model.params / gpus
+        gradients[f"{role}, float32 gradients"] = 4 * model.params / gpus
+    if sharded:  # else the sampler generates with the policy itself
+        always["sampler's copy"] = c * roles["policy"].params
+    always |= {role: c * m.params for role, m in roles.items() if role not in trained}
+    always["CUDA context, allocator"] = RESERVE
+    stages = {"sample": sampling(roles["policy"], cfg, gpus)}
+    if cfg.reward_model:  # it reads 32 answers at once
+        tokens = 32 * (cfg.max_prompt_len + cfg.max_new_tokens)
+        stages["score"] = {"activations": forward_only(roles["reward model"], c, tokens)}
+    for role, model in trained.items():
+        stages[f"update {role}"] = gradients | backward(model, cfg, gpus)
+    # AdamW's square root: of a list of all tensors at once, but of sharded ones one by one
+    passing = max(2 * m.weight / gpus if sharded else m.params for m in trained.values())
+    stages["AdamW"] = gradients | {"optimizer step": 4 * passing}
     return {stage: always | parts for stage, parts in stages.items()}
+
+
+def peak(cfg, gpus):
+    """Bytes per GPU of the fullest stage."""
+    return max(sum(parts.values()) for parts in plan(cfg, gpus).values())
+
+
+def disk(cfg):
+    """(bytes of a checkpoint, bytes of final/): float32 weights and two moments of each model that
+    trains; the policy alone in the dtype that it came in."""
+    trained = [m for role, m in models(cfg).items() if role in ("policy", "critic")]
+    return sum(12 * m.params for m in trained), trained[0].file_bytes * trained[0].params
+
+
+# --- what to change ------------------------------------------------------------------------------
+
+
+def halves(value, lowest):
+    """value / 2, / 4, ... down to `lowest`."""
+    return [value >> k for k in range(1, value.bit_length()) if value >> k >= lowest]
+
+
+def remedy(cfg, gpus, gb):
+    """The smallest change after which the plan fits: flags that cost time only, before a smaller
+    critic, more GPUs or no reference. Every answer is planned anew; None if nothing helps."""
+    free = [] if cfg.gradient_checkpointing else [{"gradient_checkpointing": True}]
+    row = cfg.max_prompt_len + cfg.max_new_tokens
+    free += [{"micro_tokens": n} for n in halves(cfg.micro_tokens, row)]
+    free += [{"rollout_batch": n} for n in halves(cfg.rollout_batch, max(8, cfg.group_size))]
+    dear = [{"critic": "Qwen2.5-0.5B"}] if hasattr(cfg, "critic") and cfg.model in QWEN else []
+    dear += [{"gpus": gpus * 2**k} for k in range(1, 7)]
+    dear += [{name: 0.0} for name in ("beta", "kl_coef") if getattr(cfg, name, 0)]
+    for last in [{}, *dear]:
+        for n in range(1 + len(free)):
+            for few in itertools.combinations(free, n):
+                change = {k: v for part in few for k, v in part.items()} | last
+                flags = {k: v for k, v in change.items() if k != "gpus"}
+                if peak(replace(cfg, **flags), change.get("gpus", gpus)) <= gb * GB:
+                    return change
+    return None
+
+
+def as_flags(change):
+    """{"beta": 0.0, "gradient_checkpointing": True} -> "--beta 0 --gradient_checkpointing"."""
+    words = {k: "" if v is True else f" {v:g}" if isinstance(v, float) else f" {v}"
+             for k, v in change.items()}
+    return " ".join(f"--{k}{v}" for k, v in words.items())
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+def report(script, cfg, gpus, gb):
+    """The plan of one run as text; the verdict is its last line."""
+    stages = plan(cfg, gpus)
+    parts = list(dict.fromkeys(part for stage in stages.values() for part in stage))
+    lines = [f"{script.upper()}, {cfg.model} on {gpus} x {gb:g} GB (1 GB = 1e9 bytes)"]
+    lines += [f"  {role:13}{m.params / 1e9:8.3f} B parameters" for role, m in models(cfg).items()]
+    lines += ["", f"{'GB per GPU':28}" + "".join(f"{stage:>15}" for stage in stages)]
+    rows = {part: [stage.get(part, 0) for stage in stages.values()] for part in parts}
+    rows["together"] = [sum(stage.values()) for stage in stages.values()]
+    for part, values in rows.items():
+        if any(values):
+            cells = "".join(f"{v / GB:15.2f}" if v else f"{'':15}" for v in values)
+            lines.append(f"  {part:26}{cells}".rstrip())
+    answers, row = cfg.prompts_per_step * cfg.group_size, cfg.max_prompt_len + cfg.max_new_tokens
+    checkpoint, final = disk(cfg)
+    lines += ["", f"tokens per step: {answers * row:,} at most, {answers:,} answers of {row:,}",
+              f"disk: {checkpoint / GB:.1f} GB a checkpoint, {cfg.keep} kept and one being written; "
+              f"final/ {final / GB:.1f} GB", ""]
+    if peak(cfg, gpus) <= gb * GB:
+        return "\n".join([*lines, f"fits in {gb:g} GB"])
+    change = remedy(cfg, gpus, gb)
+    advice = f"change {as_flags(change)}" if change else "choose a smaller model"
+    return "\n".join([*lines, f"does not fit in {gb:g} GB: {advice}"])
+
+
+def table():
+    """The README's markdown table: four scripts, four models, four machines."""
+    machines = [(1, 24), (1, 80), (4, 80), (8, 80)]
+    lines = ["| | model | " + " | ".join(f"{n}×{gb} GB" for n, gb in machines) + " | checkpoint |",
+             "|---|---|" + "---:|" * (len(machines) + 1)]
+    kinds = [("GRPO", "grpo", ""), ("DAPO", "dapo", ""), ("GSPO", "gspo", ""),
+             ("PPO, 0.5B critic", "ppo", "Qwen2.5-0.5B"), ("PPO, critic like policy", "ppo", "")]
+    for label, script, critic in kinds:
+        for name in QWEN:
+            if critic == name:
+                continue  # the row of a critic like the policy
+            argv = ["--model", name, "--gradient_checkpointing"]
+            cfg = config(script, argv + (["--critic", critic] if critic else []))
+            cells = [(peak(cfg, n) / GB, gb) for n, gb in machines]
+            lines.append(f"| {label} | {name.removeprefix('Qwen2.5-')} | " + " | ".join(
+                f"{need:.0f}" if need <= gb else f"~~{need:.0f}~~" for need, gb in cells
+            ) + f" | {disk(cfg)[0] / GB:.0f} |")
+    return "\n".join(lines)
+
+
+def config(script, argv):
+    """The script's own Config from its own flags."""
+    module = importlib.import_module(script)
+    return common.parse_args(module.Config, module.TINY, argv)
+
+
+def main(argv=None):
+    """Command line -> printed plan or table. Faults end with one line and exit status 2."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
+        epilog="and every flag of the script, as in python grpo.py --help")
+    parser.error = lambda message: common.fail(f"{message}; --help lists the flags")
+    parser.add_argument("--script", choices=SCRIPTS, default="grpo")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each")
+    parser.add_argument("--gb", type=float, default=80, help="memory of a GPU, GB")
+    parser.add_argument("--table", action="store_true", help="the README's table; other flags idle")
+    own, rest = parser.parse_known_args(argv)
+    if own.table:
+        return print(table())
+    for name in ("gpus", "gb"):
+        if not 0 < getattr(own, name) < math.inf:
+            common.fail(f"--{name} {getattr(own, name)}: must be a number > 0")
+    cfg = config(own.script, rest)
+    if cfg.model in common.BUILTIN:
+        common.fail(f"--model {cfg.model}: fits anywhere; name a model, e.g. --model Qwen2.5-7B")
+    print(report(own.script, cfg, own.gpus, own.gb))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer
+from tokenizers.decoders import WordPiece
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +37,7 @@ FAMILIES = {
 }
 
 
-def tiny_model(family="qwen2", **changes):
+def tiny_model(family="qwen3", **changes):
     """A model with random weights, always the same ones, large enough to make its mind up."""
     config_class, shape = FAMILIES[family]
     ids = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
@@ -46,13 +47,13 @@ def tiny_model(family="qwen2", **changes):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def tiny_tokenizer(words=(), **special):
-    """Splits at spaces. `words` come first, then <pad>, <eos> and w2, w3, ... up to WORDS."""
-    words = [*words, "<pad>", "<eos>", *(f"w{i}" for i in range(2, WORDS))][:WORDS]
-    rust = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w2"))
-    rust.pre_tokenizer = WhitespaceSplit()
-    special = dict(pad_token="<pad>", eos_token="<eos>") | special
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=rust, unk_token="w2", **special)
+def tiny_tokenizer(unk="<unk>", **special):
+    """Splits at spaces: <pad>, <eos>, <unk>, w3, w4, ... w59, each at its own id."""
+    words = ["<pad>", "<eos>", unk, *(f"w{i}" for i in range(3, WORDS))]
+    rust = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk))
+    rust.pre_tokenizer, rust.decoder = WhitespaceSplit(), WordPiece(cleanup=False)
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token=unk) | special
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=rust, **special)
 
 
 def save_folder(folder, model=None, tokenizer=None, **generation):

@@ -16,8 +16,8 @@ import dapo
 import grpo
 import gspo
 import ppo
-from models import (EXPERTS, FAMILIES, VOCAB, Memory, assert_near, gradient, plain_logps,
-                    ragged_batch, save_folder, settings, tiny_model, tiny_tokenizer)
+from models import (FAMILIES, VOCAB, Memory, assert_near, gradient, plain_logps, ragged_batch,
+                    save_folder, settings, tiny_model, tiny_tokenizer)
 from oracles import check, normal
 
 SUPPORTED = [family for family in FAMILIES if family != "gemma2"]
@@ -584,8 +584,8 @@ def test_values_are_read_where_their_token_is_predicted(after, expected):
         "read one place to the left": [[11, 21, 22], [13, 31, 0]]})
 
 
-def new_critic(folder):
-    run = SimpleNamespace(start=folder, checkpoint=None)
+def new_critic(folder, checkpoint=None):
+    run = SimpleNamespace(start=folder, checkpoint=checkpoint)
     return common.load_critic(run, SimpleNamespace(tokenizer=tiny_tokenizer()), settings())
 
 
@@ -612,9 +612,22 @@ def test_critic_does_not_see_padding(rng, folder, family):
         check(values[row, : len(answer)], alone, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_critic_comes_back_from_a_checkpoint(folder, tmp_path, family):
+    """With the head that it had learned, not with a new one."""
+    critic = new_critic(folder(family))
+    for parameter in critic.parameters():
+        torch.nn.init.normal_(parameter)
+    common.save_model(SimpleNamespace(policy=None, tokenizer=tiny_tokenizer()), critic,
+                      tmp_path / "critic")
+    again = new_critic(folder(family), checkpoint=tmp_path).state_dict()
+    for name, x in critic.state_dict().items():
+        assert torch.equal(again[name], x), name
+
+
 def test_critic_of_another_tokenizer_is_refused(folder, capsys):
     """Its ids would mean other words."""
-    run, other = SimpleNamespace(start=folder("qwen2"), checkpoint=None), tiny_tokenizer(["zebra"])
+    run, other = SimpleNamespace(start=folder("qwen3"), checkpoint=None), tiny_tokenizer(unk="zebra")
     with pytest.raises(SystemExit):
         common.load_critic(run, SimpleNamespace(tokenizer=other), settings())
     refused(capsys, "--critic", "tokenizer")

@@ -198,24 +198,24 @@ def test_greedy_answers_are_those_of_generate(stopping, monkeypatch, family, pro
 def test_limits_around_a_chunk(stopping, monkeypatch, new_tokens):
     """Chunks of 4: an answer may end on any side of their edges."""
     monkeypatch.setattr(common, "CHUNK", 4)
-    folder = stopping("qwen2")
+    folder = stopping("qwen3")
     right = [plain_greedy(folder, prompt, new_tokens) for prompt in MIXED]
     assert len(set(map(len, right))) > 1 or new_tokens < 4, "all answers are equally long"
     assert answers(sampler_of(folder, max_new_tokens=new_tokens), MIXED) == right
 
 
 def test_a_group_that_is_larger_than_the_rollout_batch(stopping):
-    sampler = sampler_of(stopping("qwen2"), rollout_batch=2)
+    sampler = sampler_of(stopping("qwen3"), rollout_batch=2)
     assert len(answers(sampler, MIXED, group_size=4)) == 4 * len(MIXED)
 
 
 def test_groups_differ_and_stay_with_their_prompt(stopping):
     """Sampled answers of one prompt are independent, and consecutive."""
-    sampler = sampler_of(stopping("qwen2"), temperature=1e-3, max_new_tokens=6)  # all but greedy
+    sampler = sampler_of(stopping("qwen3"), temperature=1e-3, max_new_tokens=6)  # all but greedy
     tokens, _ = sampler.generate(*common.left_padded(MIXED, 0), group_size=3)
     groups = tokens.view(len(MIXED), 3, -1)
     assert (groups == groups[:, :1]).all() and len(groups[:, 0].unique(dim=0)) > 3
-    sampler = sampler_of(stopping("qwen2"), temperature=3.0, max_new_tokens=6)
+    sampler = sampler_of(stopping("qwen3"), temperature=3.0, max_new_tokens=6)
     tokens, _ = sampler.generate(*common.left_padded(MIXED[:1], 0), group_size=16)
     assert len(tokens.unique(dim=0)) > 12
 
@@ -233,7 +233,7 @@ def test_sampling_leaves_the_policy_as_it_was(stopping):
 
 def test_truncated_means_without_a_stop_token(stopping):
     """Not "as long as the limit": the first answer ends exactly there (trl #1536, AReaL #1637)."""
-    sampler = sampler_of(stopping("qwen2"))
+    sampler = sampler_of(stopping("qwen3"))
     tokens = torch.tensor([[20, 21, 22, 1], [20, 21, 22, 23], [20, 13, 0, 0], [20, 0, 0, 21]])
     check(sampler.truncated(tokens), [0, 1, 0, 1], {
         "as long as the limit": [1, 1, 0, 1], "only one stop token": [0, 1, 1, 1],
@@ -243,52 +243,55 @@ def test_truncated_means_without_a_stop_token(stopping):
 def test_ids_beyond_the_tokenizer_decode_to_nothing(stopping):
     """The embedding has more rows than the tokenizer has words (Qwen2.5: 151,936 of 151,665): such
     ids are drawn late in training ("token id out of vocabulary", NeMo-RL #237)."""
-    sampler = sampler_of(stopping("qwen2"))
+    sampler = sampler_of(stopping("qwen3"))
     tokens = torch.tensor([[20, VOCAB - 1, 21, 1], [WORDS, WORDS + 1, VOCAB - 1, 22]])
     assert sampler.decode(tokens, torch.ones_like(tokens)) == ["w20 w21", "w22"]
 
 
 def test_decode_stops_at_the_mask_and_drops_special_tokens(stopping):
-    sampler = sampler_of(stopping("qwen2"))
+    sampler = sampler_of(stopping("qwen3"))
     tokens = torch.tensor([[20, 0, 1, 21], [22, 23, 24, 25]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     assert sampler.decode(tokens, mask) == ["w20", "w22 w23 w24 w25"]
 
 
-# --- tokenizers ----------------------------------------------------------------------------------
+# --- a folder in the shape of Qwen2.5-0.5B -------------------------------------------------------
 
 TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|> system You are helpful. <|im_end|>\n"
-    "{% endif %}{% for m in messages %}<|im_start|> {{ m['role'] }}\n{{ m['content'] }} "
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant\n{% endif %}")
-QWEN = dict(do_sample=True, top_k=20, top_p=0.8, repetition_penalty=1.05, max_new_tokens=2048)
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TEXT_END, TURN_END = 256, 258  # after 256 bytes: <|endoftext|> <|im_start|> <|im_end|>
 
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory):
-    """A folder in the shape of Qwen2.5-0.5B: bfloat16, a template that ends turns with <|im_end|>
-    while eos, pad and generation_config know <|endoftext|> alone."""
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system", "How",
-             "many?", "You", "are", "helpful."]
-    tokenizer = tiny_tokenizer(
-        words, pad_token="<|endoftext|>", eos_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    """bfloat16; tied; a template that ends turns with <|im_end|>, while eos, pad and
+    generation_config know <|endoftext|> alone; rows of the embedding beyond the tokenizer's."""
+    alphabet = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[], unk_token=None,
+        extra_special_tokens=["<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = TEMPLATE
-    model = tiny_model(eos_token_id=0, tie_word_embeddings=True).bfloat16()
-    return save_folder(tmp_path_factory.mktemp("qwen"), model, tokenizer, eos_token_id=0, **QWEN)
+    model = tiny_model("qwen2", vocab_size=264, tie_word_embeddings=True, eos_token_id=TEXT_END,
+                       pad_token_id=None).bfloat16()
+    return save_folder(
+        tmp_path_factory.mktemp("qwen"), model, tokenizer, eos_token_id=TEXT_END, do_sample=True,
+        top_k=20, top_p=0.8, repetition_penalty=1.05, max_new_tokens=2048)
 
 
 def test_stop_ids_are_a_set_from_three_places(qwen):
     """Config, tokenizer and template may each name another (trl #7039)."""
     tokenizer = common.load_tokenizer(qwen)
-    config = transformers.GenerationConfig(eos_token_id=[0, 7])
-    assert common.stop_ids(tokenizer, config) == [0, 2, 7]
-    assert sampler_of(qwen).stop_ids == [0, 2]
+    config = transformers.GenerationConfig(eos_token_id=[TEXT_END, 7])
+    assert common.stop_ids(tokenizer, config) == [7, TEXT_END, TURN_END]
+    assert sampler_of(qwen).stop_ids == [TEXT_END, TURN_END]
 
 
 def test_lessons_end_as_the_template_does(qwen, hostile):
-    assert common.turn_end(common.load_tokenizer(qwen)) == 2
-    assert common.turn_end(common.load_tokenizer(hostile("qwen2"))) == 1
+    """Else a cold start teaches an end that no later prompt of the template expects."""
+    assert common.turn_end(common.load_tokenizer(qwen)) == TURN_END
+    assert common.turn_end(common.load_tokenizer(hostile("qwen3"))) == 1
 
 
 def questions(*texts):
@@ -298,15 +301,15 @@ def questions(*texts):
 def test_prompts_use_the_template(qwen):
     """And ask for an answer: the assistant's turn is opened."""
     tokenizer = common.load_tokenizer(qwen)
-    (row,) = common.encode(tokenizer, questions("How many?"), settings())
-    text = tokenizer.decode(row.prompt_ids)
-    assert text.startswith("<|im_start|> system You are helpful. <|im_end|> <|im_start|> user How")
-    assert text.endswith("<|im_end|> <|im_start|> assistant") and "many?" in text
+    (row,) = common.encode(tokenizer, questions("How many?"), settings(max_prompt_len=512))
+    assert tokenizer.decode(row.prompt_ids) == (
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\nHow many?\n"
+        f"{common.INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_prompts_without_a_template(hostile):
     """A base model has none: a plain form (open-r1 #85). It must not end with an end token."""
-    tokenizer = common.load_tokenizer(hostile("qwen2"))
+    tokenizer = common.load_tokenizer(hostile("qwen3"))
     (row,) = common.encode(tokenizer, questions("w20 w21"), settings())
     assert tokenizer.eos_token_id not in row.prompt_ids
     assert [i for i in row.prompt_ids if i in (20, 21)] == [20, 21]
@@ -314,40 +317,45 @@ def test_prompts_without_a_template(hostile):
 
 def test_long_prompts_are_dropped_and_counted(hostile, capsys):
     """Cut, a question would be another one."""
-    tokenizer = common.load_tokenizer(hostile("qwen2"))
+    tokenizer = common.load_tokenizer(hostile("qwen3"))
     rows = questions("w20 " * 5, "w21 " * 90)
     kept = common.encode(tokenizer, rows, settings(max_prompt_len=60), "train questions")
     assert kept == rows[:1]
     assert "1 of 2 train questions dropped" in capsys.readouterr().out
 
 
-def test_answers_in_the_shape_of_qwen_may_end_either_way(qwen):
-    """Pad is an end token: the first one counts, the rest is padding."""
-    sampler = sampler_of(qwen)
-    tokens = torch.tensor([[20, 2, 0, 0], [20, 0, 0, 0], [20, 21, 22, 2], [20, 21, 22, 23]])
+def test_answers_may_end_either_way(qwen):
+    """Pad is one of the ends: the first one counts, the rest is padding."""
+    sampler, hi = sampler_of(qwen), common.load_tokenizer(qwen)("hi").input_ids
+    tokens = torch.tensor([[*hi, TURN_END, TEXT_END], [*hi, TEXT_END, TEXT_END],
+                           [*hi, *hi], [*hi, 262, TURN_END]])
     mask = common.response_mask(tokens, sampler.stop_ids)
-    check(mask, [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
-    check(sampler.truncated(tokens), [0, 0, 0, 1])
-    assert sampler.decode(tokens, mask) == ["w20", "w20", "w20 w21 w22", "w20 w21 w22 w23"]
+    check(mask, [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
+    check(sampler.truncated(tokens), [0, 0, 1, 0])
+    assert sampler.decode(tokens, mask) == ["hi", "hi", "hihi", "hi"]
 
 
-def test_master_weights_are_float32_and_final_is_what_came_in(qwen, tmp_path):
-    """final/ goes back to its users: its dtype and generation_config are the ones it had."""
+def assert_as_it_came(folder, original):
+    """Same settings, dtype, weights and template, for plain `from_pretrained`."""
+    def saved(folder, name):
+        settings = json.loads((Path(folder) / name).read_text())
+        return {key: x for key, x in settings.items() if key != "transformers_version"}
+
+    for name in ("config.json", "generation_config.json"):
+        assert saved(folder, name) == saved(original, name)
+    final, first = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (folder, original))
+    assert final.dtype == first.dtype
+    for name, x in first.state_dict().items():
+        assert torch.equal(final.state_dict()[name], x), name
+    assert transformers.AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+
+
+def test_final_is_what_came_in(qwen, tmp_path):
+    """Trained in float32, given back to its users in the form that they knew."""
     sampler = sampler_of(qwen)
     assert {p.dtype for p in sampler.policy.parameters()} == {torch.float32}
     common.save_model(sampler, sampler.policy, tmp_path, final=True)
-
-    def generation(folder):
-        saved = json.loads((Path(folder) / "generation_config.json").read_text())
-        return {name: x for name, x in saved.items() if name != "transformers_version"}
-
-    assert generation(tmp_path) == generation(qwen)
-    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
-    final, first = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path, qwen))
-    assert final.dtype == torch.bfloat16
-    for name, x in first.state_dict().items():
-        assert torch.equal(final.state_dict()[name], x), name
-    assert common.load_tokenizer(tmp_path).chat_template == TEMPLATE
+    assert_as_it_came(tmp_path, qwen)
 
 
 def test_saving_leaves_the_sampler_clean(qwen, tmp_path):
@@ -358,11 +366,24 @@ def test_saving_leaves_the_sampler_clean(qwen, tmp_path):
     sampler.check()
 
 
+def test_final_of_a_resumed_run_is_what_came_in(qwen, tmp_path):
+    """The checkpoint in between is float32, and sampled from with a clean generation_config."""
+    sampler = sampler_of(qwen)
+    common.save_model(sampler, sampler.policy, tmp_path / "checkpoint")
+    resumed = sampler_of(str(tmp_path / "checkpoint"))
+    assert resumed.stop_ids == sampler.stop_ids
+    common.save_model(resumed, resumed.policy, tmp_path / "final", final=True)
+    assert_as_it_came(tmp_path / "final", qwen)
+
+
 def test_checkpoints_are_float32(qwen, tmp_path):
+    """Rounded to bfloat16, most of a step's change at lr 1e-6 would be lost."""
     sampler = sampler_of(qwen)
     common.save_model(sampler, sampler.policy, tmp_path)
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
+
+# --- tokenizers ----------------------------------------------------------------------------------
 
 def test_tokenizer_without_pad_borrows_the_end_token(tmp_path):
     """Never a new id: that would resize the embedding. Masks do not look at it."""
