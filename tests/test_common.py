@@ -236,8 +236,9 @@ class Step:
         self.model, self.batch = model, ragged_batch(rng)
         logp = plain_logps(model, self.batch)[0].detach()
         self.mask = self.batch.mask
-        # Some ratios are clipped, on both sides; without a spread they would all be 1.
+        # A spread, so that some ratios are clipped; an answer at 1, so that GSPO's are not all.
         self.old_logp = logp + 0.3 * normal(rng, *logp.shape).to(logp)
+        self.old_logp[0] = logp[0]
         self.ref_logp = logp + 0.3 * normal(rng, *logp.shape).to(logp)
         self.advantages = normal(rng, len(logp)).to(logp)
         self.token_advantages = normal(rng, *logp.shape).to(logp)
@@ -275,7 +276,7 @@ class Step:
 
 @pytest.fixture
 def step(rng):
-    return Step(rng, tiny_model())
+    return Step(rng, tiny_model("llama", initializer_range=0.1))
 
 
 @pytest.fixture

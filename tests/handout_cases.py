@@ -1,0 +1,69 @@
+"""Your problems, one test a recorded call: python -m pytest tests -k grpo.kl_k3
+
+cases.json holds inputs, and the outputs and gradients that the solution gave to them.
+"""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+from worker import pack, unpack  # noqa: E402
+
+CASES = json.loads((HERE / "cases.json").read_text())
+
+
+def tensor(x):
+    return torch.tensor(x["data"], dtype=getattr(torch, x["dtype"])).view(x["shape"])
+
+
+def compare(what, actual, case_value, mistakes):
+    """Where the two differ, and which classic mistake gives exactly this."""
+    expected = tensor(case_value)
+    assert actual.shape == expected.shape, f"{what}: the shape"
+    assert actual.dtype == expected.dtype, f"{what}: the dtype"
+    loose = expected.dtype in (torch.float32, torch.bfloat16)
+    actual, expected = actual.detach().double().flatten(), expected.double().flatten()
+
+    def same(x):
+        return torch.allclose(actual, x, rtol=1e-4 if loose else 1e-7, atol=1e-5 if loose else 1e-9)
+
+    if same(expected):
+        return
+    error = (actual - expected).abs().nan_to_num(math.inf, math.inf)
+    worst = int(error.argmax())
+    names = [n for n, x in mistakes.items() if same(torch.tensor(x, dtype=torch.float64))]
+    pytest.fail(f"{what}: got {actual[worst]:.6g}, expected {expected[worst]:.6g} at place {worst}"
+                + (";\nlooks like " + ",\nor ".join(names) if names else ""))
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=f"{case['problem']}-{i}-{case['test']}") for i, case in enumerate(CASES)])
+def test_case(case):
+    function = getattr(importlib.import_module(case["problem"].split(".")[0]), case["function"])
+    inputs = [tensor(x) for x in case["inputs"]]
+    for x, wanted in zip(inputs, case["wanted"]):
+        x.requires_grad_(wanted)
+    args, kwargs = unpack(case["form"], inputs)
+    if "raises" in case:
+        with pytest.raises(ValueError):
+            function(*args, **kwargs)
+        return
+    outs = []
+    form = pack(function(*args, **kwargs), outs)
+    assert form == case["value"], case["why"]
+    for i, (out, right) in enumerate(zip(outs, case["outputs"])):
+        compare(f"{case['why']} Output {i}", out, right, case["mistakes"].get(str(i), {}))
+    leaves = [x for x in inputs if x.requires_grad]
+    if any(tensor(x).any() for x in case["gradients"]):
+        total = sum(out.sum() for out in outs if out.requires_grad)
+        assert torch.is_tensor(total), "the output carries no gradient"
+        for x, right in zip(leaves, case["gradients"]):
+            (gradient,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
+            compare("the gradient", torch.zeros_like(x) if gradient is None else gradient, right, {})

@@ -1,0 +1,268 @@
+"""Stand-ins: pytest plugins that let a marked function be run elsewhere, test by test.
+
+The house's tests call `grpo.kl_k3(...)`. While a test of the problem `grpo.kl_k3` runs, that name
+leads to `Grader`, which asks a process with the student's file (worker.py) and compares nothing
+itself; in all other tests, and for all other functions, it leads to the solution. So the tests, the
+right values and the verdict stay out of the student's reach, and no problem depends on another.
+`Recorder` uses the same names to write down what the solution answers, for the handout.
+"""
+
+import functools
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import worker
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+# --- the other process ---------------------------------------------------------------------------
+
+
+class Yard:
+    """The process that has imported the heavy libraries and forks one worker per problem."""
+
+    def __init__(self, folder):
+        shutil.copy(HERE / "worker.py", folder)
+        self.control, theirs = socket.socketpair()
+        home = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "worker.py"]
+        self.process = subprocess.Popen(command, stdin=theirs, cwd=folder, env=home)
+        theirs.close()
+
+    def fork(self, folder, module):
+        """(socket, pid) of a new worker that imports `module` in `folder`."""
+        ours, theirs = socket.socketpair()
+        message = json.dumps([str(folder), module]).encode()
+        socket.send_fds(self.control, [message], [theirs.fileno()])
+        theirs.close()
+        return ours, struct.unpack("!I", self.control.recv(4))[0]
+
+    def close(self):
+        self.control.close()
+        self.process.wait()
+
+
+class Remote:
+    """One student's file: calls its functions within a number of seconds, all calls together."""
+
+    def __init__(self, yard, folder, module, limit):
+        self.yard, self.folder, self.module, self.limit = yard, folder, module, limit
+        self.link, self.pid, self.left, self.dead, self.calls = None, None, limit, None, 0
+
+    def call(self, function, args, kwargs):
+        """As if the function were here: its value, its gradient, its ValueError."""
+        if self.link is None and not self.dead:
+            self.link, self.pid = self.yard.fork(self.folder, self.module)
+            self.exchange(None, ())
+        tensors, request = [], {"function": function, "call": self.calls}
+        request["form"] = worker.pack((args, kwargs), tensors)
+        self.calls += 1
+        outs = _Call.apply(self, request, *tensors)
+        return worker.unpack(request["reply"]["form"], outs)
+
+    def exchange(self, message, tensors):
+        """Send (unless None) and receive; every way to fail becomes one clear line."""
+        if self.dead:
+            raise RuntimeError(self.dead)
+        start = time.monotonic()
+        self.link.settimeout(max(self.left, 0.01))
+        try:
+            if message is not None:
+                worker.send(self.link, message, tensors)
+            reply, found = worker.receive(self.link)
+        except TimeoutError:
+            self.die(f"over the time limit of {self.limit} s: an endless loop?")
+        except Exception:  # whatever a broken process may send
+            self.die("the process ended without an answer: os._exit, or a crash?")
+        self.left -= time.monotonic() - start
+        if "error" in reply:
+            text = f"{reply['error']}: {reply['message']}"
+            if reply.get("import"):
+                self.die(f"{self.module}.py can't be imported: {text}")
+            raise (ValueError if reply["error"] == "ValueError" else RuntimeError)(text)
+        return reply, found
+
+    def die(self, why):
+        self.dead = why
+        self.close()
+        raise RuntimeError(why)
+
+    def close(self):
+        if self.link is not None:
+            self.link.close()
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+class _Call(torch.autograd.Function):
+    """A remote call that autograd can walk back through."""
+
+    @staticmethod
+    def forward(ctx, remote, request, *tensors):
+        request["grad"] = list(ctx.needs_input_grad[2:])
+        reply, found = remote.exchange(request, tensors)
+        outs = found[: len(reply["grad"])]
+        for i, value in zip(reply["changed"], found[len(outs) :]):
+            tensors[i].detach().copy_(value)  # what the student's function did to its inputs
+        request["reply"] = reply
+        ctx.remote, ctx.request = remote, request
+        ctx.mark_non_differentiable(*[o for o, g in zip(outs, reply["grad"]) if not g])
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        _, found = ctx.remote.exchange({"backward": ctx.request["call"]}, gradients)
+        found = iter(found)
+        return None, None, *[next(found) if g else None for g in ctx.request["grad"]]
+
+
+# --- the plugins ---------------------------------------------------------------------------------
+
+
+class StandIns:
+    """Keeps the tests of `problems` and leads each one's functions to `self.handle`."""
+
+    def __init__(self, problems):
+        self.problems, self.active, self.item, self.of = problems, None, None, {}
+
+    def pytest_configure(self, config):
+        for problem in self.problems:
+            module = importlib.import_module(problem.module)
+            for name in problem.functions:
+                setattr(module, name, self._standin(problem, name, getattr(module, name)))
+
+    def _standin(self, problem, name, original):
+        @functools.wraps(original)
+        def standin(*args, **kwargs):
+            if self.active is not problem:
+                return original(*args, **kwargs)
+            return self.handle(problem, name, original, args, kwargs)
+        return standin
+
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            module, name = item.path.stem.removeprefix("test_"), item.nodeid.split("::", 1)[1]
+            found = [p for p in self.problems if p.module == module and re.search(p.tests, name)]
+            if found:
+                self.of[item.nodeid] = found[0]
+        items[:] = [item for item in items if item.nodeid in self.of]
+
+    def pytest_runtest_call(self, item):
+        self.active, self.item = self.of[item.nodeid], item
+
+    pytest_runtest_call.pytest_impl = {"tryfirst": True}
+
+    def pytest_runtest_teardown(self, item):
+        self.active = None
+
+
+class Grader(StandIns):
+    """`remotes`: problem -> Remote. Afterwards `results`: problem -> [(check, passed, message)]."""
+
+    def __init__(self, remotes):
+        super().__init__(list(remotes))
+        self.remotes, self.results = remotes, {problem: [] for problem in remotes}
+
+    def handle(self, problem, name, original, args, kwargs):
+        return self.remotes[problem].call(name, args, kwargs)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.failed:
+            check = report.nodeid.split("::", 1)[1]
+            message = ""
+            if report.failed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                message = crash.message if crash else str(report.longrepr)
+                message = re.sub(r"^(Failed|RuntimeError|AssertionError): ", "", message)[:600]
+            self.results[self.of[report.nodeid]].append((check, report.passed, message))
+
+
+class Recorder(StandIns):
+    """`cases`: what the solution answers in a few calls of each test, for the student to run."""
+
+    def __init__(self, problems):
+        super().__init__(problems)
+        self.cases, self.counts = [], {}
+
+    def pytest_configure(self, config):
+        super().pytest_configure(config)
+        import oracles
+        self.check, oracles.check = oracles.check, self.spy
+
+    def handle(self, problem, name, original, args, kwargs):
+        test = self.item.nodeid.split("::", 1)[1]
+        tensors = []
+        form = worker.pack((args, kwargs), tensors)
+        kind = problem.name, self.item.originalname
+        room = 3 if tensors else 20
+        small = sum(t.numel() for t in tensors) <= 400
+        if not small or self.counts.get(kind, 0) >= room or "any_cut" in test:
+            return original(*args, **kwargs)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        doc = (self.item.function.__doc__ or "").strip().split("\n\n")[0]
+        case = {"problem": problem.name, "function": name, "test": test, "form": form,
+                "why": " ".join(doc.split()), "inputs": [plain(t) for t in tensors],
+                "wanted": [t.requires_grad for t in tensors], "mistakes": {}}
+        self.cases.append(case)
+        try:
+            outs = answer(case, original)
+        except ValueError:
+            case["raises"] = "ValueError"
+        else:
+            case["outputs"], case["gradients"] = outs["outputs"], outs["gradients"]
+            case["value"] = outs["form"]
+        return original(*args, **kwargs)
+
+    def spy(self, actual, expected, mistakes={}, atol=1e-9):
+        """The house's comparison; the mistakes it knows are noted with the output they are of."""
+        self.check(actual, expected, mistakes, atol)
+        test = self.item.nodeid.split("::", 1)[1]
+        value = np.asarray(actual.detach() if torch.is_tensor(actual) else actual, dtype=float)
+        for case in [c for c in self.cases if c["test"] == test and "outputs" in c]:
+            for i, out in enumerate(case["outputs"]):
+                if out["shape"] == list(value.shape) and np.allclose(out["data"], value.flatten()):
+                    case["mistakes"].setdefault(str(i), {}).update({
+                        name: np.broadcast_to(np.asarray(wrong, float), value.shape).flatten()
+                        .tolist() for name, wrong in mistakes.items()})
+
+
+def plain(tensor):
+    """A tensor as JSON."""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
+            "data": tensor.detach().flatten().tolist()}
+
+
+def answer(case, function):
+    """What `function` says to a recorded case: form, outputs, gradients of their sum."""
+    tensors = [torch.tensor(x["data"], dtype=getattr(torch, x["dtype"])).view(x["shape"])
+               for x in case["inputs"]]
+    for tensor, wanted in zip(tensors, case["wanted"]):
+        tensor.requires_grad_(wanted)
+    args, kwargs = worker.unpack(case["form"], tensors)
+    outs = []
+    form = worker.pack(function(*args, **kwargs), outs)
+    leaves = [t for t in tensors if t.requires_grad]
+    total = sum(out.sum() for out in outs if out.requires_grad)
+    gradients = [None] * len(leaves)
+    if torch.is_tensor(total):
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients)]
+    return {"form": form, "outputs": [plain(x) for x in outs],
+            "gradients": [plain(x) for x in gradients]}
