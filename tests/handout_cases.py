@@ -14,7 +14,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from worker import pack, unpack  # noqa: E402
+from worker import named, unpack  # noqa: E402
 
 CASES = json.loads((HERE / "cases.json").read_text())
 
@@ -55,15 +55,14 @@ def test_case(case):
         with pytest.raises(ValueError):
             function(*args, **kwargs)
         return
-    outs = []
-    form = pack(function(*args, **kwargs), outs)
-    assert form == case["value"], case["why"]
-    for i, (out, right) in enumerate(zip(outs, case["outputs"])):
-        compare(f"{case['why']} Output {i}", out, right, case["mistakes"].get(str(i), {}))
-    leaves = [x for x in inputs if x.requires_grad]
-    if any(tensor(x).any() for x in case["gradients"]):
-        total = sum(out.sum() for out in outs if out.requires_grad)
-        assert torch.is_tensor(total), "the output carries no gradient"
-        for x, right in zip(leaves, case["gradients"]):
+    result = named(function(*args, **kwargs))
+    assert {name: result.get(name) for name in case["values"]} == case["values"], case["why"]
+    for name, right in case["outputs"].items():
+        assert torch.is_tensor(result.get(name)), f"{name} is missing, or no tensor"
+        compare(f"{case['why']} {name}", result[name], right, case["mistakes"].get(name, {}))
+    total = sum(result[n].sum() for n in case["outputs"] if result[n].requires_grad)
+    for x, right in zip([x for x in inputs if x.requires_grad], case["gradients"]):
+        if right and any(right["data"]):
+            assert torch.is_tensor(total), "the result carries no gradient"
             (gradient,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
             compare("the gradient", torch.zeros_like(x) if gradient is None else gradient, right, {})

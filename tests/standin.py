@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import worker
@@ -164,10 +165,9 @@ class StandIns:
                 self.of[item.nodeid] = found[0]
         items[:] = [item for item in items if item.nodeid in self.of]
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item):
         self.active, self.item = self.of[item.nodeid], item
-
-    pytest_runtest_call.pytest_impl = {"tryfirst": True}
 
     def pytest_runtest_teardown(self, item):
         self.active = None
@@ -222,12 +222,9 @@ class Recorder(StandIns):
                 "wanted": [t.requires_grad for t in tensors], "mistakes": {}}
         self.cases.append(case)
         try:
-            outs = answer(case, original)
+            case |= answer(case, original)
         except ValueError:
             case["raises"] = "ValueError"
-        else:
-            case["outputs"], case["gradients"] = outs["outputs"], outs["gradients"]
-            case["value"] = outs["form"]
         return original(*args, **kwargs)
 
     def spy(self, actual, expected, mistakes={}, atol=1e-9):
@@ -236,11 +233,11 @@ class Recorder(StandIns):
         test = self.item.nodeid.split("::", 1)[1]
         value = np.asarray(actual.detach() if torch.is_tensor(actual) else actual, dtype=float)
         for case in [c for c in self.cases if c["test"] == test and "outputs" in c]:
-            for i, out in enumerate(case["outputs"]):
+            for name, out in case["outputs"].items():
                 if out["shape"] == list(value.shape) and np.allclose(out["data"], value.flatten()):
-                    case["mistakes"].setdefault(str(i), {}).update({
-                        name: np.broadcast_to(np.asarray(wrong, float), value.shape).flatten()
-                        .tolist() for name, wrong in mistakes.items()})
+                    case["mistakes"].setdefault(name, {}).update({
+                        what: np.broadcast_to(np.asarray(wrong, float), value.shape).flatten()
+                        .tolist() for what, wrong in mistakes.items()})
 
 
 def plain(tensor):
@@ -250,19 +247,19 @@ def plain(tensor):
 
 
 def answer(case, function):
-    """What `function` says to a recorded case: form, outputs, gradients of their sum."""
+    """What `function` says to a recorded case: values, tensors, gradients of their sum."""
     tensors = [torch.tensor(x["data"], dtype=getattr(torch, x["dtype"])).view(x["shape"])
                for x in case["inputs"]]
     for tensor, wanted in zip(tensors, case["wanted"]):
         tensor.requires_grad_(wanted)
     args, kwargs = worker.unpack(case["form"], tensors)
-    outs = []
-    form = worker.pack(function(*args, **kwargs), outs)
+    result = worker.named(function(*args, **kwargs))
+    outputs = {name: x for name, x in result.items() if torch.is_tensor(x)}
     leaves = [t for t in tensors if t.requires_grad]
-    total = sum(out.sum() for out in outs if out.requires_grad)
+    total = sum(x.sum() for x in outputs.values() if x.requires_grad)
     gradients = [None] * len(leaves)
     if torch.is_tensor(total):
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients)]
-    return {"form": form, "outputs": [plain(x) for x in outs],
-            "gradients": [plain(x) for x in gradients]}
+    return {"values": {name: x for name, x in result.items() if name not in outputs},
+            "outputs": {name: plain(x) for name, x in outputs.items()},
+            "gradients": [g if g is None else plain(g) for g in gradients]}

@@ -70,6 +70,17 @@ def _linear(weight, bias, tensors):
     return layer
 
 
+def named(value, name="result"):
+    """Every tensor and number in a nested result: {"result[1]['clip_frac']": ..., ...}."""
+    if isinstance(value, (tuple, list)):
+        parts = [named(x, f"{name}[{i}]") for i, x in enumerate(value)]
+    elif isinstance(value, dict):
+        parts = [named(x, f"{name}[{key!r}]") for key, x in value.items()]
+    else:
+        return {name: value}
+    return {key: x for part in parts for key, x in part.items()}
+
+
 def send(link, message, tensors=()):
     """One message: JSON, and tensors."""
     text = json.dumps(message).encode()
