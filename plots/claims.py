@@ -6,13 +6,12 @@
     python plots/claims.py all --quick           one seed, few steps: does the machinery run?
     python plots/claims.py --table               the README's table, from plots/claims.json
 
-The verdict: a part of a claim is a number per seed, mostly the difference of two arms that share
-the seed, and a margin. Of its values over seeds we take the mean and the 90 % interval (Student's
-t). *Seen*: the interval lies on the claimed side of the margin; *not seen*: on the other side;
-*undecided*: astride, or a single seed. A claim is seen if all its parts are, not seen if one isn't.
-`accuracy` is of answers sampled in training, last ten steps: no question comes twice in 40 steps
-(PPO: 31), so it is held out, and of 1,280 answers. Claims that need more than a metric of a run are
-measured on the scripts' own functions: see plots/measures.py.
+A part of a claim is a number per seed, mostly the difference of two arms on the same seed, and a
+margin. Over seeds we take its mean and 90 % interval (Student's t). *Seen*: the interval lies on
+the claimed side of the margin; *not seen*: on the other; *undecided*: astride, or a single seed. A
+claim is seen if all its parts are, not seen if one is not. `accuracy` is of the answers sampled in
+the last ten training steps (1,280 by default): in 40 steps no question comes twice (PPO: 31), so
+they are held out. What no metric of a run tells is measured in plots/measures.py.
 """
 
 import argparse
@@ -36,8 +35,11 @@ import measures as m  # noqa: E402
 STEPS = 40  # the learning rate is constant, so the first 40 steps of a longer run are those of 40
 QUICK = dict(steps=2, eval_every=2, eval_size=16, cold_start=20)
 RESULTS = ROOT / "plots" / "claims.json"
+TITLES = {"accuracy": ("Accuracy, sampled answers", "share of answers"),
+          "tokens": ("Tokens sampled", "per step"), "value_loss": ("Value loss", "mean of a step"),
+          "explained_var": ("Explained variance of the critic", "share")}
 T90 = [math.inf, math.inf, 6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83]  # by seeds
-FREE = {"out_dir", "resume", "steps", "save_every", "keep", "wandb", "critic"}  # may differ in reuse
+FREE = {"out_dir", "resume", "steps", "save_every", "keep", "wandb", "critic"}  # in a reused run
 
 
 @dataclass
@@ -64,8 +66,8 @@ class Part:
 
 @dataclass
 class Claim:
-    """A statement, who says so, the arms that test it (a script and its flags, or a function that
-    measures), what is compared, and the columns to draw."""
+    """A statement, who says so, arms (a script and its flags, or a function that measures), what
+    is compared, and the columns to draw."""
 
     statement: str
     source: str
@@ -93,7 +95,8 @@ CLAIMS = {
     "clip-higher": Claim(
         "Clip-higher keeps entropy and exploration up", "DAPO; articles 000, 001, 004",
         {"clip 0.28": DAPO, "clip 0.2": ("dapo", dict(clip_high=0.2))},
-        [Part("entropy, 0.28 - 0.2", m.difference("clip 0.28", "clip 0.2", m.late("entropy")), above=0),
+        [Part("entropy, 0.28 - 0.2",
+              m.difference("clip 0.28", "clip 0.2", m.late("entropy")), above=0),
          Part("groups of mixed answers, 0.28 - 0.2",
               m.difference("clip 0.28", "clip 0.2", m.mixed_groups), above=0)],
         ("entropy", "accuracy", "clip_frac")),
@@ -131,8 +134,8 @@ CLAIMS = {
          "8 x G 16": ("grpo", dict(prompts_per_step=8, group_size=16))},
         [Part("accuracy, G 16 - 2", m.difference("G 16", "G 2", ACCURACY), above=0),
          Part("unsteadiness, G 16 - 2", m.difference("G 16", "G 2", m.unsteadiness), below=0),
-         Part("accuracy at 128 samples, G 16 - 2",
-              m.difference("8 x G 16", "64 x G 2", ACCURACY), above=0),
+         Part("accuracy at 128 samples, G 16 - 2", m.difference("8 x G 16", "64 x G 2", ACCURACY),
+              above=0),
          Part("unsteadiness at 128 samples, G 16 - 2",
               m.difference("8 x G 16", "64 x G 2", m.unsteadiness), below=0)],
         ("accuracy", "grad_norm", "tied_frac")),
@@ -169,7 +172,8 @@ CLAIMS = {
          "lr 1 x": ("ppo", dict(critic_lr=3e-4)), "lr 10 x": ("ppo", dict(critic_lr=3e-3))},
         [Part("explained variance, small - like",
               m.difference("small", "like the policy", m.late("explained_var")), below=0),
-         Part("accuracy, small - like", m.difference("small", "like the policy", ACCURACY), below=0),
+         Part("accuracy, small - like",
+              m.difference("small", "like the policy", ACCURACY), below=0),
          Part("explained variance, lr 10 x - 1 x",
               m.difference("lr 10 x", "lr 1 x", m.late("explained_var")), above=0),
          Part("accuracy, lr 10 x - 1 x", m.difference("lr 10 x", "lr 1 x", ACCURACY), above=0)],
@@ -223,7 +227,8 @@ def run_arm(arm, seed, steps, quick, out):
     """The run of an arm and seed: found finished, resumed, or run now. Returns its folder."""
     script, flags = arm
     names = [f"{k}-{getattr(v, '__name__', v)}" for k, v in flags.items()]
-    folder, cfg = out / "-".join([script, *names, f"s{seed}"]), settings(arm, seed, steps, quick, out)
+    folder = out / "-".join([script, *names, f"s{seed}"])
+    cfg = settings(arm, seed, steps, quick, out)
     about = folder / "config.json"
     if about.is_file():
         saved = json.loads(about.read_text())["config"]
@@ -236,7 +241,7 @@ def run_arm(arm, seed, steps, quick, out):
     print("  " + shlex.join(["python", Path(line[1]).name, *line[2:]]), flush=True)
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        common.fail((done.stderr.strip().splitlines() or [f"{script} failed"])[-1])
+        common.fail(f"{folder}: " + (done.stderr.strip().splitlines() or ["no message"])[-1])
     return folder
 
 
@@ -277,10 +282,15 @@ def examine(name, seeds, quick, out):
     draw(claim, evidence, picture)
     print(text(result) + f"\n  picture: {picture}", flush=True)
     if not quick:
-        stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-        ordered = {key: (stored | {name: result})[key] for key in CLAIMS if key in {*stored, name}}
+        stored = stored_results() | {name: result}
+        ordered = {key: stored[key] for key in CLAIMS if key in stored}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
     return result
+
+
+def stored_results():
+    """{claim: result} of all claims that were examined in full."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
 
 
 def draw(claim, evidence, file):
@@ -288,7 +298,12 @@ def draw(claim, evidence, file):
     groups = {label: [arms[label] for arms in evidence]
               for label, arm in claim.arms.items() if not callable(arm)}
     panels = figures.choose_panels(sum(groups.values(), []), claim.panels)
-    figures.make_figure(groups, panels, smooth=5 if claim.steps > 10 else 1).savefig(file)
+    fig = figures.make_figure(groups, panels, smooth=5)
+    for ax in fig.axes:
+        title = ax.get_title("left")
+        if title in TITLES:  # columns that figures.py has no name for
+            ax.set(title=TITLES[title][0], ylabel=TITLES[title][1])
+    fig.savefig(file)
 
 
 def effect(part):
@@ -323,17 +338,17 @@ def main(argv=None):
     parser.error = lambda problem: common.fail(f"claims.py: {problem}")
     parser.add_argument("names", nargs="*", metavar="NAME", help="claims, or all")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
-    parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, default="runs/claims", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="one seed, two steps: no evidence")
     parser.add_argument("--table", action="store_true", help="print the README's table")
     args = parser.parse_args(argv)
     unknown = [name for name in args.names if name not in {*CLAIMS, "all"}]
-    if unknown or args.seeds < 1:
-        parser.error(f"no claim {unknown[0]}; the claims are {', '.join(CLAIMS)}" if unknown
-                     else f"--seeds {args.seeds}: must be at least 1")
+    if unknown:
+        parser.error(f"no claim {unknown[0]}; the claims are {', '.join(CLAIMS)}")
+    if args.seeds < 1:
+        parser.error(f"--seeds {args.seeds}: must be at least 1")
     if args.table:
-        stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-        return print(table(stored))
+        return print(table(stored_results()))
     names = list(CLAIMS) if "all" in args.names else args.names
     for name in [] if names else CLAIMS:
         print(f"{name:17} {CLAIMS[name].statement} [{CLAIMS[name].source}]")

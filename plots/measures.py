@@ -24,8 +24,11 @@ import figures  # noqa: E402
 
 
 def late(column, last=10):
-    """Mean of a column over the last steps."""
-    return lambda run: float(np.nanmean(run[column][1:][-last:]))
+    """Mean of a column over the last steps; NaN if none of them has a value."""
+    def value(run):
+        cells = run[column][1:][-last:]
+        return float(cells[np.isfinite(cells)].mean()) if np.isfinite(cells).any() else np.nan
+    return value
 
 
 def over_all(column):

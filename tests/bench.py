@@ -4,7 +4,7 @@
     python tests/bench.py trl                   our step : TRL's GRPOTrainer  (pip install trl)
     python tests/bench.py memory                peak of log-probs and gradient : the naive form
     python tests/bench.py growth                plots/growth.png: seconds and memory, with slopes
-    ... --model tiny|26m|half --repeats 5 --quick --threads 1
+    ... --model tiny|26m|half --repeats 5 --quick
 """
 
 import argparse
@@ -14,12 +14,12 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import NormalDist
-from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,7 +287,8 @@ def spread(ratios):
 
 def serve(side, folder, pipe):
     """A process of one side: takes cases, and waits for its turn after each step."""
-    transformers.utils.logging.set_verbosity_error()
+    common.say = lambda message: None
+    warnings.filterwarnings("ignore")
 
     def turn(*_):
         pipe.send(clock() - turn.start)
@@ -311,7 +312,7 @@ def trl(name, repeats, quick):
     pipes = []
     for side in (ours, trls):
         mine, theirs = get_context("spawn").Pipe()
-        get_context("spawn").Process(target=serve, args=(side, folder, theirs), daemon=True).start()
+        get_context("spawn").Process(target=serve, args=(side, folder, theirs)).start()
         pipes.append(mine)
     for variable, updates, beta in product((True, False), (1, 4), (0.0, 0.04)):
         if quick and (updates, beta) not in ((1, 0.0), (4, 0.04)):
@@ -331,6 +332,8 @@ def trl(name, repeats, quick):
         speed = [case.rows / np.median(x[:, 0]) for x in (a, b)]
         print(f"trl {name} {'variable' if variable else 'fixed'}, {updates} updates, beta {beta}: "
               f"{speed[0]:.1f} : {speed[1]:.1f} samples/s, {spread(b / a)}", flush=True)
+    for pipe in pipes:
+        pipe.send(None)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -339,11 +342,10 @@ def trl(name, repeats, quick):
 def naive(model, ids, mask, length):
     """The usual form: all logits, log_softmax, gather."""
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    logp = logits[:, -length - 1 : -1].log_softmax(-1)
-    return logp.gather(-1, ids[:, -length:, None])[..., 0]
+    return logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, ids[:, -length:, None])
 
 
-def memory(quick):
+def memory():
     """Peak above weights and gradients at the 0.5B shape, counted on tensors without content."""
     rows, prompt, length = 8, 64, 512
     with torch.device("meta"):
@@ -354,8 +356,82 @@ def memory(quick):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     peaks = []
     for form in (lambda *args: common.token_logps(*args)[0], naive):
-        with Memory(model) as counter:
+        with Memory(model) as counter, mock.patch(  # it would look into the mask
+            "transformers.masking_utils.fast_all", lambda mask: True
+        ):
             form(model, ids, torch.ones_like(ids), length).sum().backward()
         peaks.append(counter.peak / 1e6)
     print(f"memory half, {rows} x ({prompt} + {length}) tokens: {peaks[0]:.0f} : {peaks[1]:.0f} MB, "
-          f"{peaks[0] / peaks[1]:.2f}", flush=True)
+          f"ratio {peaks[0] / peaks[1]:.2f}")
+
+
+# --- growth --------------------------------------------------------------------------------------
+
+
+def measure(case):
+    """(seconds, peak MB above weights and optimizer) of one step of ours."""
+    times, counter = [], []
+
+    def turn(run, batch, sampler):
+        if counter:
+            counter[0].__exit__(None, None, None)
+            raise Done
+        times.append((clock() - turn.start)[0 if torch.cuda.is_available() else 1])
+        if len(times) == 4:  # counting slows: in a step of its own
+            counter.append(Memory(sampler.model))
+            counter[0].__enter__()
+        turn.start = clock()
+
+    turn.start = clock()
+    ours(case, make_folder(case.shape), turn)
+    return min(times[1:]), counter[0].peak / 1e6
+
+
+def growth(quick):
+    """plots/growth.png: log-log curves over the four sizes that decide, with their slopes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    base = Case(prompts=4, cap=64, micro=8)
+    sizes = [(76, h, 3, 4, 4, 4 * h) for h in (64, 128, 256, 512)]
+    vocabularies = [(v, *SHAPES["tiny"][1:]) for v in (1_000, 8_000, 32_000, 128_000)]
+    curves = {
+        "group size": {g: replace(base, group=g) for g in (4, 8, 16, 32)},
+        "answer tokens": {c: replace(base, cap=c) for c in (32, 64, 128, 256)},
+        "vocabulary": {s[0]: replace(base, shape=s, prompts=2) for s in vocabularies},
+        "hidden size": {s[1]: replace(base, shape=s, prompts=2) for s in sizes},
+    }
+    figure, axes = plt.subplots(2, 4, figsize=(14, 6), constrained_layout=True)
+    for (name, cases), column in zip(curves.items(), axes.T):
+        x = list(cases)[: 2 if quick else None]
+        values = np.array([measure(cases[i]) for i in x]).T
+        for unit, y, axis in zip(("seconds a step", "peak MB above weights"), values, column):
+            slope = np.polyfit(np.log(x), np.log(y), 1)[0]
+            axis.loglog(x, y, "o-")
+            axis.set(xlabel=name, ylabel=unit, title=f"slope {slope:.2f}")
+            axis.set_xticks(x, x, minor=False)
+            axis.minorticks_off()
+            print(f"growth {name} {x}: {unit} {np.round(y, 2).tolist()}, slope {slope:.2f}",
+                  flush=True)
+    figure.savefig(ROOT / "plots" / "growth.png", dpi=100)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("bound", "trl", "memory", "growth"))
+    parser.add_argument("--model", choices=CASES, help="default: all (bound: tiny and 26m)")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of turns")
+    parser.add_argument("--quick", action="store_true", help="fewer settings")
+    args = parser.parse_args()
+    common.say = lambda message: None
+    if args.what == "memory":
+        memory()
+    elif args.what == "growth":
+        growth(args.quick)
+    for name in (args.model,) if args.model else CASES:
+        if args.what == "bound" and (name != "half" or args.model):
+            bound(name, args.repeats)
+        elif args.what == "trl":
+            trl(name, args.repeats, args.quick)

@@ -33,13 +33,16 @@ FAMILIES = {
     "qwen2_moe": (transformers.Qwen2MoeConfig,
                   SHAPE | EXPERTS | dict(shared_expert_intermediate_size=16)),
     "qwen3_moe": (transformers.Qwen3MoeConfig, SHAPE | EXPERTS | dict(head_dim=8)),
-    "gemma2": (transformers.Gemma2Config, SHAPE | dict(head_dim=8, final_logit_softcapping=2.0)),
+}
+REFUSED = {  # their logits are not what their output head gives
+    "gemma2": (transformers.Gemma2Config, SHAPE | dict(head_dim=8)),  # soft-capped
+    "granite": (transformers.GraniteConfig, SHAPE | dict(logits_scaling=4.0)),
 }
 
 
 def tiny_model(family="qwen3", **changes):
     """A model with random weights, always the same ones, large enough to make its mind up."""
-    config_class, shape = FAMILIES[family]
+    config_class, shape = (FAMILIES | REFUSED)[family]
     ids = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
     config = config_class(**dict(vocab_size=VOCAB, initializer_range=0.25) | shape | ids | changes)
     with torch.random.fork_rng():
@@ -83,7 +86,8 @@ def ragged_batch(rng, rows=8, prompt=6, answer=9):
         return torch.tensor(rng.integers(2, WORDS, size=(rows, width)))
 
     return common.Batch(
-        questions=[f"question {i}" for i in range(rows)], texts=[f"answer {i}" for i in range(rows)],
+        questions=[f"question {i}" for i in range(rows)],
+        texts=[f"answer {i}" for i in range(rows)],
         prompt_ids=ids(prompt), tokens=ids(answer),
         prompt_mask=(torch.arange(prompt).flip(0) < lengths(prompt).flip(0)).long(),
         mask=(torch.arange(answer) < lengths(answer)).long())

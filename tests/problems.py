@@ -196,8 +196,8 @@ UPDATE = """
 - For each minibatch, cfg.epochs times over, an optimizer step:
     for each of its micros: common.micro_logps; token_weights with the *minibatch's* total
     ({total}); policy_loss of the micro's rows (micro.take);
-    backward of loss times common.world(), as FSDP averages over ranks and we want the sum;
-    meter.add(**stats, entropy=its weighted sum); meter.gap(sampler's, old log-probs, mask).
+    backward of loss times common.world() (FSDP averages over ranks, we want the sum);
+    meter.add(**stats, entropy=its weighted sum); meter.gap(sampler's and old log-probs).
     Then the share of the learning rate (common.warmup), common.optimizer_step, and
     meter.step(grad_norm=...).
 - sampler.refresh(), run.lap("t_update").
@@ -223,7 +223,7 @@ STAGES = {  # script -> number of the ruled stage -> hints
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
 - Without cfg.token_mean the weights are GRPO's."""),
         5: LOG.replace("{log}", LOG_GROUPS.replace(
-            "sampler,", "sampler, all that was sampled,") + ", gen_rounds=")},
+            "sampler,", "sampler, all that was sampled,") + ", gen_rounds=the\n  rounds")},
     "ppo": {1: SAMPLE, 2: SCORE, 3: """
 - Cut the batch once (common.cut): all log-probs and values share it.
 - old_logp, ref_logp (old_logp itself without a reference) and old_values, (N, T) each, with

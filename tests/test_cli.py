@@ -8,13 +8,12 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -24,14 +23,15 @@ import grpo
 import gspo
 import models
 import ppo
-import rewards
 
 SCRIPTS = {"grpo": grpo, "dapo": dapo, "gspo": gspo, "ppo": ppo}
 every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 
-# A model with random weights that trains for one step on next to nothing.
-SHORT = ("--cold_start 0 --steps 1 --prompts_per_step 2 --minibatches 1 --max_new_tokens 2 "
-         "--eval_size 2 --test_size 2").split()
+GOOD = b'{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n'
+NO_GOLD = b'{"question": "What is love?"}\n'
+
+SHORT = ("--data rows.jsonl --cold_start 0 --steps 1 --prompts_per_step 2 --minibatches 1 "
+         "--max_new_tokens 16 --eval_size 2").split()  # trains for one step on next to nothing
 
 
 @pytest.fixture(scope="session")
@@ -42,16 +42,15 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sandbox(tmp_path, monkeypatch, cache, signals):
-    """Each test has an empty working folder of its own."""
+    """Each test has a working folder of its own, which holds a sound data file."""
     monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_bytes(GOOD * 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture
 def signals():
     """A command listens to Ctrl-C in its own way: give pytest its own back."""
-    import signal
-
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -59,6 +58,7 @@ def signals():
 
 
 def parse(script, *argv):
+    """The settings that a command line gives."""
     return common.parse_args(script.Config, script.TINY, [str(a) for a in argv])
 
 
@@ -172,7 +172,9 @@ def test_numbers_on_a_closed_bound(name, flag):
     for sign, limit in bounds(field):
         if sign in (">=", "<="):
             value = number(field, limit)
-            assert getattr(parse(SCRIPTS[name], f"--{flag}={value}"), flag) == limit
+            others = ["--minibatches=1", *(["--overlong_buffer=2"] if name == "dapo" else [])]
+            cfg = parse(SCRIPTS[name], *others, f"--{flag}={value}")
+            assert getattr(cfg, flag) == limit
 
 
 # --- wrong words ---------------------------------------------------------------------------------
@@ -192,7 +194,6 @@ def test_unknown_words(refused, script, argv, culprit):
     assert culprit in refused(script, *argv.split())
 
 
-@every_script
 @pytest.mark.parametrize("reward, culprit", [
     ("corect", "corect"),
     ("", "''"),
@@ -204,8 +205,8 @@ def test_unknown_words(refused, script, argv, culprit):
     ("nan*correct", "'nan'"),
     ("1e999*correct", "'1e999'"),
 ])
-def test_rewards_that_are_none(refused, script, reward, culprit):
-    line = refused(script, "--reward", reward)
+def test_rewards_that_are_none(refused, reward, culprit):
+    line = refused(grpo, "--reward", reward)
     assert culprit in line and "--reward" in line, line
 
 
@@ -220,14 +221,20 @@ def test_rewards_that_are_none(refused, script, reward, culprit):
     ("--wandb project", "--wandb, pip install wandb"),
     ("--resume", "--resume, --out_dir"),
     ("--resume --out_dir nothing", "--resume, nothing"),
-    ("--max_prompt_len 1", "--max_prompt_len 1"),
-    ("--max_prompt_len 1 --cold_start 2", "--max_prompt_len 1"),
 ])
 def test_combinations(refused, script, argv, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    line = refused(script, "--cold_start", "0", *argv.split())
+    line = refused(script, *SHORT, *argv.split())
     for word in words.split(", "):
         assert word in line, line
+
+
+@pytest.mark.parametrize("data", ["words", "rows.jsonl"])
+@pytest.mark.parametrize("cold_start", [0, 2])
+def test_prompts_shorter_than_any_question(refused, data, cold_start):
+    argv = ["--data", data, "--cold_start", cold_start, "--max_prompt_len", 1]
+    line = refused(grpo, *SHORT, *argv)
+    assert "--max_prompt_len 1" in line and data in line
 
 
 def test_overlong_buffer_longer_than_an_answer(refused):
@@ -241,17 +248,12 @@ def test_overlong_buffer_as_long_as_an_answer():
 
 def test_kl_target_without_a_kl(refused):
     """The weight is steered by factors: from 0 it never moves."""
-    line = refused(ppo, "--kl_coef", 0, "--kl_target", 0.1)
+    line = refused(ppo, *SHORT, "--kl_coef", 0, "--kl_target", 0.1)
     assert "--kl_target" in line and "--kl_coef" in line
 
 
 # --- data files ----------------------------------------------------------------------------------
 
-GOOD = b'{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n'
-NO_GOLD = b'{"question": "What is love?"}\n'
-
-
-@every_script
 @pytest.mark.parametrize("content, words", [
     (b"", "no rows"),
     (b"\n \n", "no rows"),
@@ -275,10 +277,10 @@ NO_GOLD = b'{"question": "What is love?"}\n'
 ], ids=["empty", "blank", "bytes", "gzip", "utf16", "cut", "csv", "list", "null", "string",
         "other-field", "number", "nested", "digits", "surrogate", "one-row", "no-answer",
         "no-gold", "null-gold"])
-def test_data_files(refused, script, content, words):
+def test_data_files(refused, content, words):
     """The file is named and, where one is to blame, the line."""
     Path("bad.jsonl").write_bytes(content)
-    line = refused(script, *SHORT, "--data", "bad.jsonl")
+    line = refused(grpo, *SHORT, "--data", "bad.jsonl")
     for word in ["bad.jsonl", *filter(None, words.split(", "))]:
         assert word in line, line
 
@@ -298,9 +300,9 @@ def test_a_fault_in_the_test_part_of_a_folder(refused):
 
 
 @pytest.mark.parametrize("content", [
-    GOOD * 20, GOOD.rstrip() * 1 + b"\r\n" + GOOD * 19, b"\n\n" + GOOD * 20,
+    GOOD.replace(b"\n", b"\r\n") * 20, b"\n\n" + GOOD * 20, b"\xef\xbb\xbf" + GOOD * 20,
     GOOD * 20 + '{"question": "¿1 + 1? \u2028", "answer": "2"}'.encode(),
-], ids=["plain", "crlf", "blank-lines", "unicode"])
+], ids=["crlf", "blank-lines", "byte-order-mark", "unicode"])
 def test_data_files_that_are_fine(content):
     Path("good.jsonl").write_bytes(content)
     grpo.train(parse(grpo, *SHORT, "--data", "good.jsonl"))
@@ -308,30 +310,30 @@ def test_data_files_that_are_fine(content):
 
 @pytest.mark.parametrize("script", [grpo, gspo, ppo])
 def test_no_gold_is_needed_by_a_rule_about_form(script):
-    Path("rows.jsonl").write_bytes(NO_GOLD * 20)
-    script.train(parse(script, *SHORT, "--data", "rows.jsonl", "--reward", "marker_format"))
+    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    script.train(parse(script, *SHORT, "--data", "loose.jsonl", "--reward", "marker_format"))
 
 
 def test_no_gold_is_needed_by_a_reward_model(reward_model):
-    Path("rows.jsonl").write_bytes(NO_GOLD * 20)
-    ppo.train(parse(ppo, *SHORT, "--data", "rows.jsonl", "--reward", "model",
+    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    ppo.train(parse(ppo, *SHORT, "--data", "loose.jsonl", "--reward", "model",
                     "--reward_model", reward_model))
 
 
 def test_dynamic_sampling_needs_golds(refused):
     """It keeps the groups that are neither all right nor all wrong: without golds none is."""
-    Path("rows.jsonl").write_bytes(NO_GOLD * 20)
-    argv = [*SHORT, "--overlong_buffer", 0, "--data", "rows.jsonl", "--reward", "marker_format"]
+    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    argv = [*SHORT, "--data", "loose.jsonl", "--reward", "marker_format"]
     assert "--no_dynamic_sampling" in refused(dapo, *argv)
     dapo.train(parse(dapo, *argv, "--no_dynamic_sampling"))
 
 
 def test_a_cold_start_needs_answers(refused):
     """Rows without one would teach to say nothing at all."""
-    Path("rows.jsonl").write_bytes(NO_GOLD * 20)
-    line = refused(grpo, *SHORT, "--cold_start", 2, "--data", "rows.jsonl",
+    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    line = refused(grpo, *SHORT, "--cold_start", 2, "--data", "loose.jsonl",
                    "--reward", "marker_format")
-    assert "--cold_start" in line and "rows.jsonl" in line
+    assert "--cold_start" in line and "loose.jsonl" in line
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def folder(tmp_path):
 @pytest.fixture
 def reward_model(tmp_path):
     """A folder of a model with one number as its output."""
-    config_class, shape = models.FAMILIES["qwen2"]
+    config_class, shape = models.FAMILIES["qwen3"]
     config = config_class(**shape, vocab_size=models.VOCAB, num_labels=1, pad_token_id=0)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "scorer")
@@ -428,7 +430,7 @@ def test_broken_model_folders(refused, folder, fault):
     assert str(folder) in refused(grpo, *SHORT, "--model", folder)
 
 
-@pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "a/b/c", "x" * 300])
+@pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "a/b/c"])
 def test_model_that_is_not_there(refused, name):
     assert f"--model {name}" in refused(grpo, *SHORT, "--model", name)
 
@@ -451,7 +453,8 @@ def test_other_models_that_are_not_there(refused, script, flag, argv, name):
     script.train(parse(script, *SHORT, "--out_dir", "run"))
 
 
-@pytest.mark.parametrize("fault", ["two-labels", "weights-empty", "no-tokenizer", "a-tensor-missing"])
+@pytest.mark.parametrize("fault", ["two-labels", "weights-empty", "no-tokenizer",
+                                   "a-tensor-missing"])
 def test_broken_reward_models(refused, reward_model, fault):
     if fault == "two-labels":
         config = transformers.AutoConfig.from_pretrained(reward_model, num_labels=2)
@@ -465,7 +468,9 @@ def test_broken_reward_models(refused, reward_model, fault):
 
 def test_critic_with_another_tokenizer(refused, folder, tmp_path):
     """Its values would be of other texts."""
-    other = models.save_folder(tmp_path / "critic", tokenizer=models.tiny_tokenizer(["other"]))
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.add_tokens("another")
+    other = models.save_folder(tmp_path / "critic", tokenizer=tokenizer)
     line = refused(ppo, *SHORT, "--model", folder, "--critic", other)
     assert f"--critic {other}" in line and "tokenizer" in line
 
@@ -478,6 +483,8 @@ def run_of_grpo(tmp_path_factory, cache):
     out = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.chdir(out.parent)
+        Path("rows.jsonl").write_bytes(GOOD * 20)
         grpo.train(parse(grpo, *SHORT, "--out_dir", out))
     return out
 
@@ -536,7 +543,7 @@ def test_bad_input_leaves_nothing_behind(refused):
     refused(grpo, *SHORT, "--data", "missing.jsonl")
     refused(grpo, *SHORT, "--max_prompt_len", 1)
     refused(grpo, *SHORT, "--model", "./nothing")
-    assert os.listdir() == []
+    assert os.listdir() == ["rows.jsonl"]
 
 
 # --- whose value counts --------------------------------------------------------------------------
@@ -574,8 +581,8 @@ def test_tiny_settings_are_for_no_other_model(script, name, folder):
 
 @every_script
 def test_dashes_and_underscores(script):
-    mixed = parse(script, "--max-new-tokens", 9, "--group_size", 4, "--eval-every=3")
-    assert (mixed.max_new_tokens, mixed.group_size, mixed.eval_every) == (9, 4, 3)
+    mixed = parse(script, "--max-new-tokens", 99, "--group_size", 4, "--eval-every=3")
+    assert (mixed.max_new_tokens, mixed.group_size, mixed.eval_every) == (99, 4, 3)
 
 
 @pytest.mark.parametrize("flag", ["--no_dynamic_sampling", "--no-dynamic-sampling",
@@ -615,8 +622,8 @@ def command(impl, cache, *argv):
 
 @pytest.mark.parametrize("argv, words", [
     ("grpo.py --step 3", "--step"),
-    ("dapo.py --model nobody/nothing", "nobody/nothing, offline, --model"),
-    ("gspo.py --data gsm8k", "--data gsm8k, offline, .jsonl"),
+    ("dapo.py --data words --model nobody/nothing", "nobody/nothing, offline, --model"),
+    ("gspo.py --cold_start 0 --data gsm8k", "--data gsm8k, offline, .jsonl"),
     ("ppo.py --data missing.jsonl", "missing.jsonl"),
 ])
 def test_one_line_and_exit_status_2(impl, cache, argv, words):

@@ -4,6 +4,7 @@ How text is sampled is in test_sampling.py.
 """
 
 import math
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,6 @@ import ppo
 from models import (FAMILIES, VOCAB, Memory, assert_near, gradient, plain_logps, ragged_batch,
                     save_folder, settings, tiny_model, tiny_tokenizer)
 from oracles import check, normal
-
-SUPPORTED = [family for family in FAMILIES if family != "gemma2"]
-
 
 @pytest.fixture
 def play(monkeypatch):
@@ -125,7 +123,7 @@ def whole_input(batch):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_token_logps_against_one_answer_at_a_time(rng, family, temperature):
     """Neither the padding on the left (which shifts GPT-2's positions unless they are given: 6.5
     nats, OpenRLHF #217) nor the garbage on the right may matter."""
@@ -141,7 +139,7 @@ def test_token_logps_against_one_answer_at_a_time(rng, family, temperature):
         "temperature forgotten": plain_logps(model, batch)[1], "the sign": -right[1]}, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_token_logps_gradients_of_all_parameters(rng, family):
     """Of a random sum of log-probs and entropies."""
     model, batch = tiny_model(family).eval(), ragged_batch(rng)
@@ -349,22 +347,18 @@ def test_gradient_under_garbage(step, script, garbage):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """family -> a folder of such a model, in which every dropout is 0.1."""
-    made = {}
-
+    """family -> a folder of such a model in which every dropout is 0.1, GPT-2's and every
+    classifier's by default."""
+    @cache
     def folder(family):
-        if family not in made:
-            where = tmp_path_factory.mktemp(family)
-            dropout = {} if family == "gpt2" else dict(attention_dropout=0.1)  # 0.1 by default
-            dropout |= dict(classifier_dropout=0.1)
-            made[family] = save_folder(where, tiny_model(family, **dropout))
-        return made[family]
+        dropout = {} if family == "gpt2" else dict(attention_dropout=0.1)
+        return save_folder(tmp_path_factory.mktemp(family), tiny_model(family, **dropout))
     return folder
 
 
 @pytest.mark.parametrize("head_floats", [common.HEAD_FLOATS, 5 * VOCAB])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ratio_is_exactly_1_before_the_first_update(
     rng, monkeypatch, folder, family, dtype, head_floats
 ):
@@ -382,7 +376,7 @@ def test_ratio_is_exactly_1_before_the_first_update(
         assert torch.equal(torch.where(micro.mask.bool(), logp, 0.0), micro.take(old_logp))
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_changes_memory_only(rng, folder, family):
     """And it does work: it silently does not in eval mode (trl #1066)."""
     batch, gradients = ragged_batch(rng), []
@@ -401,7 +395,7 @@ def test_gradient_checkpointing_changes_memory_only(rng, folder, family):
 
 @pytest.mark.parametrize("auto_class", [
     transformers.AutoModelForCausalLM, transformers.AutoModelForTokenClassification])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_no_dropout_anywhere(folder, family, auto_class):
     """Some are modules, some only numbers in the config that a forward pass reads."""
     model = common.from_pretrained(auto_class, folder(family)).train()
@@ -590,7 +584,7 @@ def new_critic(folder, checkpoint=None):
     return common.load_critic(run, SimpleNamespace(tokenizer=tiny_tokenizer()), settings())
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_critic_starts_at_zero_and_can_learn(rng, folder, family):
     critic, batch = new_critic(folder(family)), ragged_batch(rng)
     (minibatch,) = common.cut(batch, settings())
@@ -600,7 +594,7 @@ def test_critic_starts_at_zero_and_can_learn(rng, folder, family):
     assert gradient(critic).any()
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_critic_does_not_see_padding(rng, folder, family):
     critic, batch = new_critic(folder(family)), ragged_batch(rng)
     head = getattr(critic, "score", None) or critic.classifier
@@ -628,9 +622,10 @@ def test_critic_comes_back_from_a_checkpoint(folder, tmp_path, family):
 
 def test_critic_of_another_tokenizer_is_refused(folder, capsys):
     """Its ids would mean other words."""
-    run, other = SimpleNamespace(start=folder("qwen3"), checkpoint=None), tiny_tokenizer(unk="zebra")
+    run = SimpleNamespace(start=folder("qwen3"), checkpoint=None)
+    other = SimpleNamespace(tokenizer=tiny_tokenizer(unk="zebra"))
     with pytest.raises(SystemExit):
-        common.load_critic(run, SimpleNamespace(tokenizer=other), settings())
+        common.load_critic(run, other, settings())
     refused(capsys, "--critic", "tokenizer")
 
 

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -135,8 +136,19 @@ def describe(error):
     return {"error": kinds[0], "message": message}
 
 
-def serve(link, folder, module_name):
+def limit_time(link, seconds):
+    """Say so and end after that many seconds of CPU time."""
+    def over(*_):
+        words = f"over the time limit of {seconds} s: an endless loop?"
+        send(link, {"error": "over", "message": words})
+        os._exit(1)
+    signal.signal(signal.SIGXCPU, over)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))  # then the system ends it
+
+
+def serve(link, folder, module_name, seconds):
     """Import the student's file, then answer calls until the grader hangs up."""
+    limit_time(link, seconds)
     os.chdir(folder)
     sys.path[0] = folder
     sys.stdout = sys.stderr = Printed()
@@ -184,7 +196,7 @@ def backward(graphs, message, gradients):
 
 
 def main():
-    """Wait on the control socket (stdin) for (folder, module) and a socket; fork; tell the pid."""
+    """Wait on the control socket (stdin) for (folder, module, seconds) and a socket; fork; tell the pid."""
     import transformers  # noqa: F401  imported once, for all forks
     from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: F401
 
