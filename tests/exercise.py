@@ -168,7 +168,8 @@ def refuse_leaks(files, gone):
     for name, text in files.items():
         for line in map(str.strip, text.splitlines()):
             code = name.endswith(".py")
-            found = [s for s in secret if line.lstrip("# ").startswith(s) or (not code and s in line)]
+            start = line.lstrip("# ")
+            found = [s for s in secret if start.startswith(s) or (not code and s in line)]
             if found:
                 raise SystemExit(f"error: {name} still holds a line of the solution: {found[0]}")
 

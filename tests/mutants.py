@@ -69,7 +69,8 @@ MUTANTS = [
     ("advantages of other rows", "grpo", "micro.take(advantages)",
      "micro.take(advantages.flip(0))", STEPS),
     ("every step samples alike", "grpo", TRAIN, TRAIN.replace("(run.step,)", "(0,)"), STEPS),
-    ("clip on the wrong side", "dapo", "1 - clip_low, 1 + clip_high", "1 - clip_high, 1 + clip_low"),
+    ("clip on the wrong side", "dapo", "1 - clip_low, 1 + clip_high",
+     "1 - clip_high, 1 + clip_low"),
     ("symmetric clip", "dapo", "clip_low=0.2, clip_high=0.28", "clip_low=0.2, clip_high=0.2"),
     ("GRPO's weights in DAPO", "dapo", "mask / max(mask.sum() if total is None else total, 1)",
      "mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)"),
@@ -88,7 +89,8 @@ MUTANTS = [
      "log_ratio.sum(1, True).exp()"),
     ("a ratio per token in GSPO", "gspo",
      "(log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).exp()", "log_ratio.exp()"),
-    ("token average for GSPO", "gspo", "return mask / mask.sum(1, keepdim=True).clamp(min=1) / total",
+    ("token average for GSPO", "gspo",
+     "return mask / mask.sum(1, keepdim=True).clamp(min=1) / total",
      "return mask / mask.sum().clamp(min=1)"),
     ("GSPO clipped like PPO", "gspo", "clip_low=3e-4, clip_high=4e-4",
      "clip_low=0.2, clip_high=0.2"),
@@ -152,9 +154,11 @@ MUTANTS = [
      'self.state = json.loads((self.checkpoint / "state.json").read_text()) | {"cursor": 0}',
      f"{STEPS} -k resume"),
     ("resume without the optimizer", "common",
-     "        if self.checkpoint:\n            with safe_open", "        if False:\n            with safe_open",
+     "        if self.checkpoint:\n            with safe_open",
+     "        if False:\n            with safe_open",
      f"{STEPS} -k resume"),
-    ("the first marker counts", "rewards", 'text.rpartition("####")[2]', 'text.partition("####")[2]'),
+    ("the first marker counts", "rewards", 'text.rpartition("####")[2]',
+     'text.partition("####")[2]'),
     ("reads on into the next question", "rewards",
      "    text = NEXT_QUESTION.split(text, 1)[0]\n    answer",
      "    text = text\n    answer"),
@@ -197,8 +201,8 @@ def attempt(job):
     """(name, file, what killed it or "", seconds) of one mutant. Each in a fork of its own, which
     imports the scripts afresh."""
     name, file, text, tests = job
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(240)  # an edit that makes an endless loop
+    signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, 300)  # seconds of CPU; for an edit that never ends
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for script in SCRIPTS:

@@ -391,7 +391,7 @@ def changed(name, change):
 
 def few_rows(folder):
     """A fault: the tokenizer has more tokens than the model."""
-    models.save_folder(folder, models.tiny_model(vocab_size=20))
+    models.save_folder(folder, models.tiny_model(vocab_size=2))
 
 
 def no_end(folder):

@@ -90,7 +90,8 @@ def test_docstrings_and_hints_take_the_place_of_bodies(handout):
     """Every blank says in 2 to 25 lines what to do."""
     text = (handout / "ppo.py").read_text()
     body = re.search(r'def gae\(.*?"""\n(.*?)\n\n\n', text, re.S)[1].splitlines()
-    assert body[0].startswith("    # 1. ") and body[-1] == '    raise NotImplementedError("ppo.gae")'
+    assert body[0].startswith("    # 1. ")
+    assert body[-1] == '    raise NotImplementedError("ppo.gae")'
     for problem in PROBLEMS:
         assert 2 <= len(exercise.comment(problem.hints, "    ")) + 1 <= 25, problem.name
     for level in ("functions", "loop"):

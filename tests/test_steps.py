@@ -139,6 +139,18 @@ def test_a_step_is_what_it_says(watched):
             assert torch.equal(loss.args[2], call.result[r])
 
 
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_single_update_has_a_ratio_of_1_and_a_gradient(script, monkeypatch):
+    """pi_old is pi_theta, but a constant: where both move, the ratio has no gradient."""
+    watch = Watch(monkeypatch, script)
+    train(script, "--steps", "1", "--minibatches", "1")
+    (update,) = watch.updates()
+    for call in update:
+        logp, old, mask = call.args[0], call.args[1], call.args[3].bool()
+        assert torch.equal(logp[mask], old[mask])
+        assert logp.requires_grad and not old.requires_grad
+
+
 @pytest.mark.parametrize("watched", [dapo], indirect=True, ids=["dapo"])
 def test_dapo_filters_by_verdicts_and_shapes_rewards(watched):
     """Groups all wrong differ in their shaped rewards, and still teach nothing."""

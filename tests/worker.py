@@ -196,7 +196,8 @@ def backward(graphs, message, gradients):
 
 
 def main():
-    """Wait on the control socket (stdin) for (folder, module, seconds) and a socket; fork; tell the pid."""
+    """Wait on the control socket (stdin) for (folder, module, seconds) and a socket; fork, and
+    tell the fork's pid."""
     import transformers  # noqa: F401  imported once, for all forks
     from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: F401
 

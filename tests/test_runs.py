@@ -1,0 +1,545 @@
+"""Whole runs, end to end: the files they leave, and that nothing can hurt a run for good.
+
+A stopped, killed or failed run goes on as if nothing had happened: bit for bit the same numbers and
+weights. The model is the tiny one after a very short cold start: it guesses 1, 2 or 3 and is right
+now and then, so there is something to learn. A run of four steps takes a second.
+"""
+
+import csv
+import dataclasses
+import itertools
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as pieces
+
+import common
+import dapo
+import grpo
+import gspo
+import ppo
+
+SCRIPTS = {"grpo": grpo, "dapo": dapo, "gspo": gspo, "ppo": ppo}
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+
+# Four steps of 3 questions out of 6: the second checkpoint lies between two epochs.
+SHORT = ("--steps 4 --prompts_per_step 3 --group_size 4 --minibatches 2 --max_new_tokens 8 "
+         "--lr 1e-3 --save_every 1 --eval_every 2 --eval_size 4").split()
+OWN = {  # what is hardest to resume in each script
+    "grpo": "--beta 0.1", "dapo": "--overlong_buffer 4 --max_gen_rounds 3", "gspo": "",
+    "ppo": "--kl_target 0.01 --kl_horizon 50 --bootstrap",
+}
+CLOCK = {"t_sample", "t_logp", "t_update", "t_total", "mem_gb"}  # differ from run to run
+
+
+# --- a workplace ---------------------------------------------------------------------------------
+
+def write_rows(path, golds):
+    """One question per gold; what it asks does not matter."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"question": f"Ana has {i} coins. How many now?", "answer": f"#### {gold}"}
+            for i, gold in enumerate(golds)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory):
+    """The working folder of all runs: data, models, a cache; nothing outside it is touched."""
+    place = tmp_path_factory.mktemp("place")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.chdir(place)
+        write_rows(place / "data/train.jsonl", [1, 2, 3, 1, 2, 3, 2])  # one of them is held out
+        write_rows(place / "data/test.jsonl", [1, 2, 3])
+        write_rows(place / "guesses.jsonl", [1, 2, 3] * 70)
+        write_rows(place / "always-two.jsonl", [2] * 70)
+        yield place
+    for number, handler in before.items():  # the runs have listened to signals
+        signal.signal(number, handler)
+
+
+def run(name, *argv):
+    """A run in this process."""
+    cfg = common.parse_args(SCRIPTS[name].Config, SCRIPTS[name].TINY, [str(a) for a in argv])
+    SCRIPTS[name].train(cfg)
+
+
+@pytest.fixture(scope="module")
+def guesser(place):
+    """A tiny model that answers 1, 2 or 3, whatever the question."""
+    run("grpo", *"--data guesses.jsonl --cold_start 30 --cold_start_lr 3e-3 --steps 0".split(),
+        *"--max_new_tokens 8 --eval_size 1 --out_dir guesser".split())
+    return place / "guesser" / "final"
+
+
+@pytest.fixture(scope="module")
+def short(guesser):
+    """short(name): the flags of a short run of that script."""
+    return lambda name: [*SHORT, *OWN[name].split(), "--model", guesser, "--data", "data"]
+
+
+@pytest.fixture(scope="module")
+def whole(short):
+    """whole(name): the folder of a short run that nothing disturbed."""
+    def whole(name):
+        folder = Path(f"whole-{name}")
+        if not folder.exists():
+            run(name, *short(name), "--out_dir", folder)
+        return folder
+
+    return whole
+
+
+# --- what a run leaves ---------------------------------------------------------------------------
+
+def metrics(folder):
+    """metrics.csv as a list of rows, without the columns that a clock writes."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k not in CLOCK} for row in csv.DictReader(file)]
+
+
+def samples(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def same_weights(a, b):
+    a, b = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def assert_same_run(folder, expected):
+    """Every number but the times, every sample, every final weight."""
+    assert metrics(folder) == metrics(expected)
+    assert samples(folder) == samples(expected)
+    assert same_weights(folder / "final", expected / "final")
+
+
+COLUMNS = """
+    step reward accuracy eval_accuracy eval_low eval_high eval_sampled eval_lenient pg_loss
+    value_loss entropy ref_kl approx_kl clip_frac grad_norm lr response_len truncated_frac tied_frac
+    kl_coef explained_var gen_rounds groups_dropped expert_entropy sampler_gap samples tokens
+    t_sample t_logp t_update t_total mem_gb
+""".split()
+EVALUATION = {name for name in COLUMNS if name.startswith("eval_")}
+ONLY = {  # columns that stay empty elsewhere
+    "grpo": {"ref_kl", "tied_frac"}, "gspo": {"tied_frac"},
+    "dapo": {"tied_frac", "gen_rounds", "groups_dropped"},
+    "ppo": {"ref_kl", "value_loss", "kl_coef", "explained_var"},
+}
+
+
+@every_script
+def test_metrics(whole, name):
+    """The same columns in every script; a row per step and one for where it started."""
+    with open(whole(name) / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == COLUMNS
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4]
+    filled = [{key for key, value in row.items() if value != ""} for row in rows]
+    shared = set(COLUMNS) - EVALUATION - set().union(*ONLY.values()) - {"expert_entropy"}
+    assert filled[0] == EVALUATION | {"step"}
+    assert filled[1] == filled[3] == shared | ONLY[name]
+    assert filled[2] == filled[4] == shared | ONLY[name] | EVALUATION
+    assert all(float(value) == float(value) for row in rows for value in row.values() if value)
+
+
+@every_script
+def test_config(whole, name):
+    """Every setting, so that the run can be repeated; and what it was made with."""
+    about = json.loads((whole(name) / "config.json").read_text())
+    fields = {field.name for field in dataclasses.fields(SCRIPTS[name].Config)}
+    assert about["config"].keys() == fields and about["config"]["prompts_per_step"] == 3
+    assert about["script"] == name
+    assert about["torch"] == torch.__version__
+    assert about["transformers"] == transformers.__version__
+
+
+@every_script
+def test_samples(whole, name):
+    """A few rollouts of every evaluation, to be read by people."""
+    rows = samples(whole(name))
+    assert {row["step"] for row in rows} == {2, 4}
+    for row in rows:
+        assert row["gold"] in {"1", "2", "3"} and row["question"].startswith("Ana has")
+        assert isinstance(row["completion"], str)
+        assert isinstance(row["reward"], float) and isinstance(row["advantage"], float)
+
+
+@every_script
+def test_checkpoints_kept(whole, name):
+    """The newest --keep (2), and nothing unfinished beside them."""
+    assert checkpoints(whole(name)) == ["step-000003", "step-000004"]
+    assert not list(whole(name).rglob(".tmp-*"))
+
+
+@every_script
+def test_final_is_an_ordinary_model(whole, guesser, name):
+    """It loads without this repository, reads as before, and generates; it is what was trained."""
+    final = whole(name) / "final"
+    model = transformers.AutoModelForCausalLM.from_pretrained(final)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    text = "Question: Ana has 2 coins. How many now?\nAnswer:\n#### 12"
+    assert tokenizer(text).input_ids == common.load_tokenizer(guesser)(text).input_ids
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    out = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert out.shape[1] > len(tokenizer(text).input_ids)
+    assert same_weights(final, whole(name) / "checkpoints" / "step-000004")
+    assert not same_weights(final, guesser)
+
+
+def test_numbered_folders(short, monkeypatch, tmp_path):
+    """Without --out_dir each run has a fresh folder."""
+    argv = short("grpo")
+    argv[argv.index("data")] = Path("data").resolve()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run("grpo", *argv, "--steps", 0)
+    assert sorted(os.listdir("runs")) == ["grpo-1", "grpo-2"]
+
+
+def test_no_steps_only_evaluates(short, guesser, tmp_path, capsys):
+    run("grpo", *short("grpo"), "--steps", 0, "--out_dir", tmp_path / "run")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == ["0"]
+    assert "test accuracy" in capsys.readouterr().out
+    assert same_weights(tmp_path / "run/final", guesser)
+
+
+@every_script
+def test_the_same_seed_gives_the_same_run(short, whole, name, tmp_path):
+    run(name, *short(name), "--out_dir", tmp_path / "again")
+    assert_same_run(tmp_path / "again", whole(name))
+
+
+@every_script
+def test_another_seed_gives_another_run(short, whole, name, tmp_path):
+    run(name, *short(name), "--seed", 1, "--steps", 2, "--out_dir", tmp_path / "other")
+    assert metrics(tmp_path / "other")[1]["entropy"] != metrics(whole(name))[1]["entropy"]
+
+
+# --- stopped and resumed -------------------------------------------------------------------------
+
+@pytest.fixture
+def stopped(short, tmp_path, monkeypatch):
+    """stopped(name, step): a short run that was told to stop in that step."""
+    def stopped(name, step, *argv):
+        folder = tmp_path / f"stopped-{name}"
+        with monkeypatch.context() as patch:
+            patch.setattr(common.Run, "stopping", lambda run: run.step >= step)
+            run(name, *short(name), *argv, "--out_dir", folder)
+        assert checkpoints(folder)[-1] == f"step-{step:06d}" and not (folder / "final").exists()
+        return folder
+
+    return stopped
+
+
+@every_script
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_resumed_is_as_if_never_stopped(stopped, whole, name, step):
+    """In the middle of an epoch over the questions and between two of them."""
+    folder = stopped(name, step)
+    run(name, "--resume", "--out_dir", folder)
+    assert_same_run(folder, whole(name))
+
+
+@pytest.mark.parametrize("name, column", [("dapo", "gen_rounds"), ("ppo", "kl_coef")])
+def test_what_is_hardest_to_resume_took_place(whole, name, column):
+    """Otherwise the test above would be easy: extra rounds, and a KL weight that moved."""
+    assert len({row[column] for row in metrics(whole(name))[1:]}) > 1
+
+
+def test_resumed_experts(stopped, tmp_path):
+    """Weights of experts are stored in another form than they are used in."""
+    argv = ["--model", "tiny-moe", "--cold_start", 0, "--reward", "contains+marker_format"]
+    run("gspo", *SHORT, *argv, "--data", "data", "--out_dir", tmp_path / "whole")
+    folder = stopped("gspo", 2, *argv)
+    run("gspo", "--resume", "--out_dir", folder)
+    assert_same_run(folder, tmp_path / "whole")
+    assert metrics(folder)[1]["expert_entropy"] != ""
+
+
+def test_resumed_before_anything_was_trained(short, stopped, tmp_path, monkeypatch):
+    """DAPO drops every group of a model that is never right: its optimizer has no state yet."""
+    argv = ["--data", "zero.jsonl"]
+    write_rows(Path("zero.jsonl"), [0] * 7)
+    run("dapo", *short("dapo"), *argv, "--out_dir", tmp_path / "whole")
+    assert metrics(tmp_path / "whole")[1]["grad_norm"] == ""
+    assert metrics(tmp_path / "whole")[1]["tied_frac"] == ""
+    folder = stopped("dapo", 1, *argv)
+    run("dapo", "--resume", "--out_dir", folder)
+    assert_same_run(folder, tmp_path / "whole")
+
+
+def test_more_steps_than_asked_for_at_first(short, whole, tmp_path, monkeypatch):
+    """The new number is remembered: stopped on the way to it, the run goes on to it."""
+    folder = tmp_path / "run"
+    run("grpo", *short("grpo"), "--steps", 2, "--out_dir", folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(common.Run, "stopping", lambda run: run.step >= 3)
+        run("grpo", "--resume", "--out_dir", folder, "--steps", 4)
+    run("grpo", "--resume", "--out_dir", folder)
+    assert_same_run(folder, whole("grpo"))
+
+
+def test_resumed_when_all_is_done(short, whole, tmp_path):
+    folder = shutil.copytree(whole("grpo"), tmp_path / "run")
+    run("grpo", "--resume", "--out_dir", folder)
+    assert_same_run(folder, whole("grpo"))
+
+
+@pytest.mark.parametrize("name, flags", [("grpo", "--beta 0.5"), ("ppo", "--kl_coef 0.5")])
+def test_the_reference_is_the_model_after_the_cold_start(short, stopped, tmp_path, name, flags):
+    """Also after a resume, when the model that came in may be gone. KL is 0 before any update."""
+    argv = [*flags.split(), "--cold_start", 3, "--minibatches", 1]
+    run(name, *short(name), *argv, "--out_dir", tmp_path / "whole")
+    rows = metrics(tmp_path / "whole")
+    assert float(rows[1]["ref_kl"]) == 0 < abs(float(rows[2]["ref_kl"]))
+    folder = stopped(name, 2, *argv)
+    run(name, "--resume", "--out_dir", folder)
+    assert_same_run(folder, tmp_path / "whole")
+
+
+# --- killed --------------------------------------------------------------------------------------
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing gets a chance to clean up."""
+
+
+MOMENTS = {  # (module, function) and whether this call of it is the last thing that happens
+    "before the first checkpoint":
+        (common, "save_model", lambda sampler, model, folder, *_, **__: "000001" in str(folder)),
+    "before the weights are written":
+        (common, "save_model", lambda sampler, model, folder, *_, **__: "000003" in str(folder)),
+    "before the optimizer is written":
+        (common, "save_file", lambda tensors, path, *_: "000003" in str(path)),
+    "before the checkpoint gets its name":
+        (os, "replace", lambda old, new: str(new).endswith("step-000003")),
+    "before an old checkpoint is removed":
+        (shutil, "rmtree", lambda path, *_, **__: str(path).endswith("step-000001")),
+    "before final gets its name":
+        (os, "replace", lambda old, new: str(new).endswith("final")),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_the_worst_moments(short, whole, tmp_path, monkeypatch, moment):
+    module, function, last = MOMENTS[moment]
+    original = getattr(module, function)
+
+    def deadly(*args, **kwargs):
+        if last(*args, **kwargs):
+            raise Killed
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, function, deadly)
+        run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
+    run("grpo", "--resume", "--out_dir", tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole("grpo"))
+    assert not list((tmp_path / "run").rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("rest", ["3", "3,0.5,0.2", "17,0.5"])
+def test_killed_in_the_middle_of_a_line(stopped, whole, rest):
+    """The rest of a row of metrics.csv is not taken for a row, whatever number it starts with."""
+    folder = stopped("grpo", 3)
+    with open(folder / "metrics.csv", "a") as file:
+        file.write(rest)
+    with open(folder / "samples.jsonl", "a") as file:
+        file.write('{"step": 2, "quest')
+    run("grpo", "--resume", "--out_dir", folder)
+    assert_same_run(folder, whole("grpo"))
+
+
+def test_what_a_kill_left_is_swept_up(stopped, whole):
+    """Unfinished checkpoints are not taken for finished ones, even if they look complete."""
+    folder = stopped("grpo", 2)
+    for name in ("checkpoints/.tmp-step-000009", ".tmp-final"):
+        shutil.copytree(folder / "checkpoints/step-000002", folder / name)
+    (folder / ".tmp-metrics.csv").write_text("step\n")
+    run("grpo", "--resume", "--out_dir", folder)
+    assert_same_run(folder, whole("grpo"))
+    assert not list(folder.rglob(".tmp-*"))
+
+
+def start(impl, name, *argv):
+    """A script in a process of its own."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
+    return subprocess.Popen([sys.executable, impl / f"{name}.py", *map(str, argv)], env=env,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process, seconds=300):
+    """Until the condition holds; an error if the process ends before."""
+    for _ in range(100 * seconds):
+        if condition():
+            return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def last_checkpoint(folder):
+    return max([int(path.name[5:]) for path in folder.glob("checkpoints/step-*")], default=0)
+
+
+def test_kill_9_at_random_moments(impl, short, tmp_path):
+    """Killed and resumed, twice; the rest is run here and compared with a run in one piece."""
+    folder = tmp_path / "run"
+    argv = [*short("grpo"), "--steps", 1000, "--eval_every", 1000, "--keep", 3]
+    for attempt in range(2):
+        begin = last_checkpoint(folder)
+        command = argv if attempt == 0 else ["--resume"]
+        process = start(impl, "grpo", *command, "--out_dir", folder)
+        wait_for(lambda: last_checkpoint(folder) > begin, process)
+        time.sleep(random.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        for path in folder.glob("checkpoints/step-*"):  # each is whole
+            assert json.loads((path / "state.json").read_text())["step"] == int(path.name[5:])
+            load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+    steps = last_checkpoint(folder) + 1
+    run("grpo", "--resume", "--out_dir", folder, "--steps", steps)
+    run("grpo", *argv, "--steps", steps, "--out_dir", tmp_path / "whole")
+    assert_same_run(folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_step_and_saves(impl, short, tmp_path, number):
+    """A preempted job and Ctrl-C: nothing is lost, and the way to go on is printed."""
+    folder = tmp_path / "my run"
+    process = start(impl, "grpo", *short("grpo"), "--steps", 1000, "--eval_every", 1000,
+                    "--save_every", 1000, "--out_dir", folder)
+    table = folder / "metrics.csv"
+    wait_for(lambda: table.exists() and table.read_text().count("\n") > 2, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert table.read_text().endswith("\n")
+    step = last_checkpoint(folder)
+    assert int(metrics(folder)[-1]["step"]) == step > 0
+    assert f"stopped after step {step}" in out
+    python, script, *argv = shlex.split(out.strip().splitlines()[-1])
+    assert (python, script) == ("python", "grpo.py")
+    run("grpo", *argv, "--steps", step + 1)
+    assert int(metrics(folder)[-1]["step"]) == step + 1
+
+
+# --- numbers that are none -----------------------------------------------------------------------
+
+LOSSES = [(name, "policy_loss") for name in SCRIPTS] + [("ppo", "value_loss")]
+
+
+@pytest.mark.parametrize("name, loss", LOSSES)
+def test_a_loss_that_is_not_finite_never_reaches_a_checkpoint(
+    short, whole, tmp_path, monkeypatch, capsys, name, loss
+):
+    """The run stops with one line; the cause mended, it goes on from before."""
+    script, folder, calls = SCRIPTS[name], tmp_path / "run", itertools.count()
+    original = getattr(script, loss)
+
+    def spoilt(*args, **kwargs):
+        value, stats = original(*args, **kwargs)
+        return value * (float("nan") if next(calls) == 3 else 1.0), stats  # in the second step
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(script, loss, spoilt)
+        run(name, *short(name), "--out_dir", folder)
+    assert stop.value.code == 2
+    error, = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "finite" in error and "--resume" in error
+    assert checkpoints(folder) == ["step-000001"]
+    run(name, "--resume", "--out_dir", folder)
+    assert_same_run(folder, whole(name))
+
+
+def test_weights_that_exploded(short, tmp_path, capsys):
+    """After a huge step all weights are finite still, but not what they compute."""
+    with pytest.raises(SystemExit) as stop:
+        run("grpo", *short("grpo"), "--lr", 1e30, "--minibatches", 1, "--out_dir", tmp_path / "run")
+    assert stop.value.code == 2
+    assert "--lr" in capsys.readouterr().err
+
+
+# --- one update per rollout ----------------------------------------------------------------------
+
+class Two(list):
+    """Minibatches that claim to be two, so that the old log-probs are computed for them."""
+
+    def __len__(self):
+        return 2
+
+
+@every_script
+def test_one_update_per_rollout(short, name, tmp_path, monkeypatch):
+    """The ratio is 1, nothing is clipped; and leaving out the pass for the old log-probs, which
+    are those of the update itself then, changes nothing."""
+    argv = [*short(name), "--minibatches", 1, "--micro_tokens", 400]
+    run(name, *argv, "--out_dir", tmp_path / "without")
+    for row in metrics(tmp_path / "without")[1:]:
+        assert float(row["approx_kl"] or 0) == float(row["clip_frac"] or 0) == 0
+    if name == "ppo":  # needs them for the rewards, so has them anyway
+        return
+    cut = common.cut
+    monkeypatch.setattr(common, "cut", lambda batch, cfg: Two(cut(batch, cfg)))
+    run(name, *argv, "--out_dir", tmp_path / "with")
+    assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def reward_model(guesser):
+    """A folder of a model with one number as its output, of random weights."""
+    config = transformers.AutoConfig.from_pretrained(guesser, num_labels=1)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained("scorer")
+    common.load_tokenizer(guesser).save_pretrained("scorer")
+    return Path("scorer")
+
+
+@every_script
+def test_a_reward_model_and_a_rule(short, reward_model, name, tmp_path):
+    """The first step samples the same answers whatever pays: its rewards add up by weight."""
+    rewards = {}
+    for spec in ("correct", "model", "correct+0.5*model"):
+        extra = ["--reward_model", reward_model] if "model" in spec else []
+        run(name, *short(name), "--steps", 1, "--reward", spec, *extra, "--overlong_buffer" *
+            (name == "dapo"), *["0", "--no_dynamic_sampling"] * (name == "dapo"),
+            "--out_dir", tmp_path / spec)
+        rewards[spec] = float(metrics(tmp_path / spec)[1]["reward"])
+    assert rewards["model"] not in (0, rewards["correct"])
+    expected = rewards["correct"] + 0.5 * rewards["model"]
+    assert rewards["correct+0.5*model"] == pytest.approx(expected, abs=1e-5)
+
+
+@every_script
+def test_a_short_training_raises_the_reward(guesser, name, tmp_path):
+    """From guessing 1, 2 or 3 to what is always right here: 2."""
+    argv = "--data always-two.jsonl --steps 12 --prompts_per_step 8 --group_size 8 --lr 1e-3"
+    rest = "--max_new_tokens 8 --eval_size 4 --minibatches 2 --eval_every 12"
+    own = {"dapo": "--overlong_buffer 0", "ppo": "--critic_lr 1e-2"}.get(name, "")
+    run(name, *argv.split(), *rest.split(), *own.split(), "--model", guesser,
+        "--out_dir", tmp_path / "run")
+    accuracy = [float(row["accuracy"]) for row in metrics(tmp_path / "run")[1:]]
+    assert accuracy[0] < 0.5
+    assert sum(accuracy[-3:]) / 3 > accuracy[0] + 0.3
