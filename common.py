@@ -30,7 +30,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
-from safetensors import safe_open
+from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -132,10 +133,13 @@ def _check_range(name, value, allowed):
 
 
 def _check_common(cfg):
-    weights = rewards.parse_reward(cfg.reward)
+    try:
+        weights = rewards.parse_reward(cfg.reward)
+    except ValueError as error:
+        raise ValueError(f"--{error}")
     if ("model" in weights) != bool(cfg.reward_model):
         raise ValueError("--reward model and --reward_model NAME|DIR go together: give both")
-    if cfg.out_dir and not cfg.resume and (Path(cfg.out_dir) / "config.json").exists():
+    if cfg.out_dir and not cfg.resume and os.path.exists(Path(cfg.out_dir) / "config.json"):
         raise ValueError(f"--out_dir {cfg.out_dir} holds a run: add --resume or name another")
     if cfg.minibatches > cfg.prompts_per_step * cfg.group_size:
         raise ValueError(
@@ -153,9 +157,15 @@ def _resumed(config_class, cfg, given):
     if not cfg.out_dir:
         fail("--resume needs --out_dir RUN: which run is to go on?")
     path = Path(cfg.out_dir) / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         fail(f"--resume: {cfg.out_dir} holds no run (no config.json); start one without --resume")
-    saved = json.loads(path.read_text())["config"]
+    try:
+        about = json.loads(path.read_text())
+        script, saved = about["script"], dict(about["config"])
+    except (ValueError, KeyError, TypeError):
+        fail(f"--resume: {path} is damaged; start a new run")
+    if saved.keys() != {f.name for f in fields(config_class)}:
+        fail(f"--resume: {cfg.out_dir} is a run of {script}.py, with other flags: resume it there")
     for name, value in given.items():
         if name not in MAY_CHANGE | {"out_dir"} and saved.get(name) != value:
             fail(f"--resume with --{name} {value}, but the run has {saved.get(name)}: leave it out")
@@ -251,26 +261,26 @@ def seed_all(*numbers):
 # --- models --------------------------------------------------------------------------------------
 
 
-def find_model(name):
+def find_model(name, flag="model"):
     """--model -> what `from_pretrained` takes: a folder, or a hub name with its owner."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         if not (Path(name) / "config.json").is_file():
-            fail(f"--model {name}: the folder holds no config.json, so no Hugging Face model")
+            fail(f"--{flag} {name}: the folder holds no config.json, so no Hugging Face model")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        fail(f"--model {name}: no such folder")
+        fail(f"--{flag} {name}: no such folder")
     return name if "/" in name else f"Qwen/{name}"
 
 
 def is_builtin(name):
     """True for tiny, tiny-moe and folders that their runs saved (config.json says so)."""
     path = Path(name) / "config.json"
-    if name in BUILTIN or not path.is_file():
+    if name in BUILTIN or not os.path.isfile(path):
         return name in BUILTIN
     try:
         return json.loads(path.read_text()).get("nanopo") in BUILTIN
-    except ValueError:
-        fail(f"--model {name}: config.json is not JSON")
+    except (ValueError, AttributeError):
+        fail(f"--model {name}: config.json is not a JSON object")
 
 
 def from_pretrained(auto_class, path, **kwargs):
@@ -287,11 +297,16 @@ def from_pretrained(auto_class, path, **kwargs):
                 setattr(config, name, 0.0)
         for name in kwargs.keys() & {"num_labels"}:
             setattr(config, name, kwargs.pop(name))
-        model = auto_class.from_pretrained(
-            path, config=config, use_safetensors=True, trust_remote_code=False, **kwargs
+        model, report = auto_class.from_pretrained(
+            path, config=config, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True, **kwargs
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
+        new = ("score.", "classifier.")  # a critic's head: load_critic() sets it to zero
+        missing = sorted(key for key in report["missing_keys"] if not key.startswith(new))
+        if missing:  # transformers makes up random ones and goes on
+            raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         hint = "give a folder that holds it" if Path(path).is_dir() else (
             "no such model, or the hub is out of reach; offline, download it elsewhere and "
             "give --model FOLDER (or --model tiny, which needs nothing)"
@@ -310,6 +325,13 @@ def load_tokenizer(path):
         fail(f"{path}: the tokenizer has no end-of-text token, so no answer could ever stop")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if not tokenizer("1 + 1 = 2").input_ids:  # what AutoTokenizer makes of a folder without one
+        fail(f"{path}: holds no tokenizer; copy the tokenizer files of the model there")
+    try:
+        stop_ids(tokenizer, GenerationConfig())
+    except (TemplateError, IndexError) as error:
+        fail(f"{path}: its chat template does not take a question and an answer ({error}); mend or "
+             "remove it")
     return tokenizer
 
 
@@ -340,7 +362,7 @@ def load_critic(run, sampler, cfg):
 
     The folder is the checkpoint's, else --critic, else where the policy started.
     """
-    path = find_model(cfg.critic) if cfg.critic else run.start
+    path = find_model(cfg.critic, "critic") if cfg.critic else run.start
     if load_tokenizer(path).get_vocab() != sampler.tokenizer.get_vocab():
         fail(f"--critic {cfg.critic}: its tokenizer is not the policy's; name one of its family")
     fresh = run.checkpoint is None
@@ -515,12 +537,16 @@ def load_questions(cfg):
         heldout, train = train[:size], train[size:]
     splits = {"train": train, "heldout": heldout[: cfg.eval_size], "test": test}
     needs_gold = rewards.NEEDS_GOLD & set(rewards.parse_reward(cfg.reward))
+    filters = getattr(cfg, "dynamic_sampling", False)  # goes by right and wrong
     for name, rows in splits.items():
         for i, row in enumerate(rows):
             gold = rewards.gold_answer(row)
             where = row.get("where", f"--data {cfg.data}")
             if needs_gold and gold is None:
                 fail(f"{where}: no answer that --reward {cfg.reward} could check (want '#### 18')")
+            if filters and gold is None:
+                fail(f"{where}: without a gold answer nothing is right or wrong, which dynamic "
+                     "sampling goes by; add --no_dynamic_sampling")
             rows[i] = SimpleNamespace(
                 question=row["question"], answer=str(row.get("answer", "")), gold=gold
             )
@@ -532,12 +558,12 @@ def load_questions(cfg):
 def _read_data(name):
     """(training rows, test rows) of `gsm8k`, a .jsonl file or a folder with train.jsonl."""
     path = Path(name)
-    if path.is_file():
+    if os.path.isfile(path):
         return _read_jsonl(path), []
-    if path.is_dir() and (path / "train.jsonl").is_file():
+    if os.path.isdir(path) and (path / "train.jsonl").is_file():
         test = path / "test.jsonl"
         return _read_jsonl(path / "train.jsonl"), _read_jsonl(test) if test.is_file() else []
-    if name != "gsm8k" and not path.is_dir():
+    if name != "gsm8k" and not os.path.isdir(path):
         fail(f"--data {name}: no such file or folder (built in: words, gsm8k)")
     import datasets  # 1 s of imports, for the hub only
 
@@ -555,16 +581,19 @@ def _read_jsonl(path):
     """Rows of a JSON-lines file; a bad line stops the program with its number."""
     rows = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-            if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict) or not isinstance(row.get("question"), str):
-                    fail(f"{path} line {number}: wants an object with a text field 'question'")
-                rows.append(row | {"where": f"{path} line {number}"})
-    except json.JSONDecodeError as error:
-        fail(f"{path} line {number}: not JSON ({error.msg})")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (UnicodeDecodeError, OSError) as error:
         fail(f"{path}: not a readable text file ({error})")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
+            except (ValueError, RecursionError) as error:
+                fail(f"{path} line {number}: not JSON ({str(error)[:100]})")
+            if not isinstance(row, dict) or not isinstance(row.get("question"), str):
+                fail(f"{path} line {number}: wants an object with a text field 'question'")
+            rows.append(row | {"where": f"{path} line {number}"})
     if not rows:
         fail(f"{path}: holds no rows; wants one JSON object a line with 'question' and 'answer'")
     return rows
@@ -715,6 +744,8 @@ class Sampler:
         ids = torch.tensor([[self.stop_ids[0]] * 3], device=device())
         training = self.model.training
         self.model.eval()
+        if not torch.isfinite(self.model(input_ids=ids).logits).all():
+            fail(f"--model {self.cfg.model}: its logits are not finite; are its weights damaged?")
         config = self._config(2)
         config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
         seed_all("check")
@@ -793,11 +824,19 @@ class Sampler:
         stops = torch.tensor(self.stop_ids, device=ids.device)
         done = 0
         while len(alive) and done < self.cfg.max_new_tokens:
-            new = self.model.generate(
-                ids, attention_mask=mask, cache=cache,
-                generation_config=self._config(min(CHUNK, self.cfg.max_new_tokens - done), greedy),
-                logits_processor=recorder.pop(),
-            )[:, ids.shape[1] :]
+            try:
+                new = self.model.generate(
+                    ids, attention_mask=mask, cache=cache,
+                    generation_config=self._config(
+                        min(CHUNK, self.cfg.max_new_tokens - done), greedy
+                    ),
+                    logits_processor=recorder.pop(),
+                )[:, ids.shape[1] :]
+            except RuntimeError as error:
+                if "probability tensor" not in str(error):
+                    raise
+                fail("the model's logits are not finite, it can't be sampled from: go on from the "
+                     "last checkpoint with --resume, or start again with a lower --lr")
             tokens[alive, done : done + new.shape[1]] = new
             done += new.shape[1]
             ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
@@ -1122,6 +1161,8 @@ def cold_start_lessons(rows, cfg):
             answer = rewards.sloppy_pupil({"question": row.question, "answer": row.answer}, rng)
         else:
             answer = rewards.without_annotations(row.answer)
+            if not answer.strip():
+                fail(f"--cold_start {cfg.cold_start}: a row of {cfg.data} has no answer to imitate")
         lessons.append(SimpleNamespace(question=row.question, gold=row.gold, answer=answer))
     return lessons
 
@@ -1211,10 +1252,10 @@ class Scorer:
     def __init__(self, cfg):
         self.weights, self.model = rewards.parse_reward(cfg.reward), None
         if cfg.reward_model:
-            path = find_model(cfg.reward_model)
+            path = find_model(cfg.reward_model, "reward_model")
             try:
                 self.model = rewards.RewardModel(path, device(), compute_dtype(cfg))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
                 fail(f"--reward_model {cfg.reward_model}: {str(error).splitlines()[0]}")
 
     def __call__(self, batch):
@@ -1283,7 +1324,11 @@ class Run:
             self.state = json.loads((self.checkpoint / "state.json").read_text())
         self.saved_step = self.step if self.checkpoint else None
         if rank() == 0:
-            self._trim("metrics.csv", lambda line: line.split(",")[0], [",".join(COLUMNS)])
+            self._write_config()  # again when resumed: --steps may be another one
+            for path in [*self.folder.glob(".tmp-*"), *self.folder.glob("checkpoints/.tmp-*")]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()  # of a run that was killed
+            first = lambda line: line.split(",")[0] if line.count(",") == len(COLUMNS) - 1 else ""
+            self._trim("metrics.csv", first, [",".join(COLUMNS)])
             self._trim("samples.jsonl", lambda line: json.loads(line)["step"], [])
 
     @property
@@ -1306,12 +1351,19 @@ class Run:
                 folder = _numbered_folder(self.script)
         except OSError as error:
             fail(f"--out_dir {self.cfg.out_dir or 'runs'}: can't be made ({error.strerror})")
+        return str(folder)
+
+    def _write_config(self):
         about = {
             "script": self.script, "config": asdict(self.cfg), "command": shlex.join(sys.argv),
             "torch": torch.__version__, "transformers": transformers.__version__, "world": world(),
         }
-        (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-        return str(folder)
+        temporary = self.folder / ".tmp-config.json"
+        try:
+            temporary.write_text(json.dumps(about, indent=2) + "\n")
+            os.replace(temporary, self.folder / "config.json")
+        except OSError as error:
+            fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
 
     def _trim(self, name, step_of, lines):
         """Drop what was logged after the checkpoint: a resumed run logs those steps again."""
@@ -1332,11 +1384,13 @@ class Run:
         self.optimizers[name] = (model, optimizer)
         if self.checkpoint:
             with safe_open(self.checkpoint / f"{name}.safetensors", "pt") as file:
+                saved = set(file.keys())  # none if nothing was trained on so far
                 for key, parameter in model.named_parameters():
-                    optimizer.state[parameter] = {
-                        part: _like(file.get_tensor(f"{part}.{key}"), parameter)
-                        for part in ("step", "exp_avg", "exp_avg_sq")
-                    }
+                    if f"step.{key}" in saved:
+                        optimizer.state[parameter] = {
+                            part: _like(file.get_tensor(f"{part}.{key}"), parameter)
+                            for part in ("step", "exp_avg", "exp_avg_sq")
+                        }
         return optimizer
 
     def begin(self, sampler, data):
@@ -1400,8 +1454,7 @@ class Run:
         }
         row |= self.laps | {"t_total": sum(self.laps.values()), "mem_gb": peak_memory_gb()}
         row |= values | result
-        if math.isnan(row["accuracy"]):
-            row["accuracy"] = None
+        row = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
         self._health(row, stats.get("approx_kl", [0.0])[0])
         self._write(row)
         shown = {k: f"{row[k]:.2f}" for k in ("reward", "accuracy") if row[k] is not None}
@@ -1500,7 +1553,7 @@ class Run:
         self.bar.close()
         if stopped:
             say(f"stopped after step {self.step}; go on with:\n"
-                f"  python {self.script}.py --resume --out_dir {self.folder}")
+                f"  python {self.script}.py --resume --out_dir {shlex.quote(str(self.folder))}")
         else:
             self._conclude(sampler, data)
         end_processes()
@@ -1548,6 +1601,9 @@ def set_up(cfg, file):
 
     `file` is the script's __file__; its stem names the run.
     """
+    for flag in ("reward_model", "critic"):
+        if getattr(cfg, flag, ""):
+            find_model(getattr(cfg, flag), flag)
     again = Path(cfg.out_dir, "start") if cfg.resume else None  # weights after the cold start
     if again and again.is_dir():
         start = str(again)
@@ -1560,6 +1616,7 @@ def set_up(cfg, file):
         setattr(data, name, encode(tokenizer, getattr(data, name), cfg, f"{name} questions"))
     run = Run(cfg, Path(file).stem)
     policy = load_policy(run.checkpoint or start, cfg)
+    _check_fit(policy.config, policy.get_input_embeddings(), data, cfg)
     sampler = Sampler(policy, run.checkpoint or start, tokenizer, cfg)
     if cfg.cold_start and not run.checkpoint and not (run.folder / "start").is_dir():
         if cfg.model not in BUILTIN:
@@ -1569,6 +1626,18 @@ def set_up(cfg, file):
             save_model(sampler, policy, temporary)
     run.start = str(run.folder / "start") if (run.folder / "start").is_dir() else start
     return run, data, policy, sampler
+
+
+def _check_fit(config, embeddings, data, cfg):
+    """Stop unless the model has a row for every token and, if it counts them, the positions."""
+    prompts = [row.prompt_ids for row in [*data.train, *data.heldout, *data.test]]
+    if max(map(max, prompts)) >= len(embeddings.weight):
+        fail(f"--model {cfg.model}: its tokenizer has more tokens than the model's "
+             f"{len(embeddings.weight)} embedding rows; they belong to two models")
+    limit, longest = getattr(config, "max_position_embeddings", None), max(map(len, prompts))
+    if limit and longest + cfg.max_new_tokens > limit:
+        fail(f"--max_new_tokens {cfg.max_new_tokens} after prompts of up to {longest} tokens: "
+             f"{cfg.model} has {limit} positions; lower it or --max_prompt_len")
 
 
 def peak_memory_gb():

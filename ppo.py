@@ -81,6 +81,8 @@ class Config:
 
     def check(self):
         """Combinations that no single range can refuse. ValueError: one line for the user."""
+        if self.kl_target and not self.kl_coef:
+            raise ValueError("--kl_target steers --kl_coef, which is 0: give it a start, e.g. 0.01")
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores

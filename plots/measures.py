@@ -90,6 +90,11 @@ def ratio_of(one, other, quantity):
     return lambda arms: quantity(arms[one]) / max(quantity(arms[other]), 1e-12)
 
 
+def largest(column):
+    """The largest value in any arm and step."""
+    return lambda arms: max(float(np.nanmax(run[column][1:])) for run in arms.values())
+
+
 def first_gap(one, other, column):
     """Relative difference of a column in the first step, where both arms hold the same answers."""
     def value(arms):

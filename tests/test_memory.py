@@ -2,16 +2,18 @@
 small random models; FSDP runs for real, its collectives among pretended ranks don't."""
 import contextlib
 import gc
+import importlib
 import itertools
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -232,3 +234,75 @@ def test_sampling(folder, case, dtype):
     stage = memory.plan(cfg, 1)["sample"]
     agree({k: stage[k] for k in ("KV cache", "logits", "activations") if k in stage},
           meter["SAMPLE"].peak, telling)
+
+
+# --- a whole run: python tests/test_memory.py SCRIPT FOLDER [flags] trains one step, prints bytes --
+
+
+def worker(script, folder, *flags):
+    """Train by the script's own loop and print what it took, as JSON."""
+    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "?": 2}, "?"))
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\\s\\S]"), "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pieces, pad_token="<pad>", eos_token="<eos>", unk_token="?")
+    cfg = memory.config(script, ["--model", folder, "--data", f"{folder}/data.jsonl", *flags])
+    questions = common.load_questions(cfg).train
+    common.encode(tokenizer, questions, cfg)
+    cfg.max_prompt_len = max(len(question.prompt_ids) for question in questions)
+    common.load_tokenizer = lambda path: tokenizer
+    common.evaluate = lambda *_: {}
+    common.end_processes = lambda: None
+    meter, finish = Meter(), common.Run.finish
+
+    def measured_finish(run, sampler, data):  # all models are still there, all gradients gone
+        gc.collect()
+        block.__exit__(None, None, None)
+        meter.__exit__(None, None, None)
+        finish(run, sampler, data)
+        size = lambda where: sum(f.stat().st_size  # noqa: E731
+                                 for f in Path(cfg.out_dir, where).rglob("*.safetensors"))
+        print(json.dumps([asdict(cfg), meter["RUN"].peak, meter["RUN"].left,
+                          size("checkpoints"), size("final")]))
+
+    common.Run.finish = measured_finish
+    meter.__enter__()
+    block = record_function("RUN")
+    block.__enter__()
+    importlib.import_module(script).train(cfg)
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("grpo", ["--dtype", "float32", "--group_size", "4"]),
+    ("ppo", ["--dtype", "bfloat16", "--gradient_checkpointing", "--group_size", "4"])])
+def test_a_whole_run(tmp_path, folder, script, flags):
+    path = folder(DEEP)
+    rows = [{"question": "1" * (40 - k % 2), "answer": "#### 4"} for k in range(16)]
+    Path(path, "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags += ["--steps", "1", "--prompts_per_step", "8", "--minibatches", "2", "--eval_size", "1",
+              "--max_new_tokens", "16", "--micro_tokens", "1350", "--out_dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, __file__, script, path, *flags], text=True,
+                          capture_output=True, env=os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    assert done.returncode == 0, done.stderr
+    settings, peak, left, checkpoint, final = json.loads(done.stdout.splitlines()[-1])
+    module = importlib.import_module(script)
+    cfg = module.Config(**settings)
+    plan = memory.plan(cfg, 1)
+    models = {part: size for part, size in plan["sample"].items()
+              if part not in ("KV cache", "logits", "activations", "CUDA context, allocator")}
+    agree(models, left, list(models), within=0.02)
+    print(settings["max_prompt_len"], peak, {k: sum(v.values()) - memory.RESERVE for k, v in plan.items()})
+    assert memory.peak(cfg, 1) * memory.GB - memory.RESERVE == pytest.approx(peak, rel=0.15)
+    assert memory.disk(cfg) == pytest.approx((checkpoint / memory.GB, final / memory.GB), rel=0.01)
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def run(capsys, *argv):
+    """The lines that a command prints."""
+    memory.main(list(argv))
+    return capsys.readouterr().out.splitlines()
+
+
+if __name__ == "__main__":
+    worker(*sys.argv[1:])
