@@ -196,7 +196,7 @@ def train(cfg):
             questions, seed = run.next_questions(data.train), (run.step, len(sampled))
             batch = rollout(sampler, questions, cfg, seed)
             batch.rewards, batch.correct = score(batch)  # (N,) each
-            batch.rewards += score.weights.get("correct", 0) * (batch.correct - 1).nan_to_num()  # ±1
+            batch.rewards += score.weights.get("correct", 0) * (batch.correct - 1).nan_to_num()
             if cfg.overlong_buffer:
                 limits = cfg.max_new_tokens, cfg.overlong_buffer
                 batch.rewards += soft_overlong_penalty(batch.mask.sum(1), *limits)

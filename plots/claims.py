@@ -64,8 +64,7 @@ class Part:
 
 @dataclass
 class Claim:
-    """A statement, who says so, arms (a script and its flags, or a function that measures), what
-    is compared, and the columns to draw."""
+    """Arms (a script and its flags, or a measuring function) that put a statement to the test."""
 
     statement: str
     source: str
@@ -262,8 +261,7 @@ def judge(claim, evidence):
 
 def examine(name, seeds, quick, out):
     """Run a claim's arms, draw them, print and (unless quick) store the verdict."""
-    claim, evidence = CLAIMS[name], []
-    steps = QUICK["steps"] if quick else claim.steps
+    claim, evidence, steps = CLAIMS[name], [], QUICK["steps"] if quick else CLAIMS[name].steps
     print(f"{name}: {claim.statement} ({claim.source})", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     for seed in range(seeds):
@@ -341,8 +339,8 @@ def main(argv=None):
     if args.table:
         return print(table(stored_results()))
     names = list(CLAIMS) if "all" in args.names else args.names
-    for name in [] if names else CLAIMS:
-        print(f"{name:17} {CLAIMS[name].statement} [{CLAIMS[name].source}]")
+    if not names:
+        print("\n".join(f"{k:17} {c.statement} [{c.source}]" for k, c in CLAIMS.items()))
     out = args.out.resolve() / "quick" if args.quick else args.out.resolve()
     for name in names:
         examine(name, 1 if args.quick else args.seeds, args.quick, out)

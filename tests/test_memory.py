@@ -236,73 +236,167 @@ def test_sampling(folder, case, dtype):
           meter["SAMPLE"].peak, telling)
 
 
-# --- a whole run: python tests/test_memory.py SCRIPT FOLDER [flags] trains one step, prints bytes --
+# --- whole runs: python tests/test_memory.py FOLDER trains, one step each, and prints bytes --------
+
+RUNS = {"grpo": ["--dtype", "float32", "--group_size", "4"],
+        "ppo": ["--dtype", "bfloat16", "--group_size", "4", "--gradient_checkpointing"]}
 
 
-def worker(script, folder, *flags):
-    """Train by the script's own loop and print what it took, as JSON."""
-    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "?": 2}, "?"))
-    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\\s\\S]"), "isolated")
+def worker(folder):
+    """Train by the scripts' own loops; a line of JSON tells what each of them took."""
+    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "?": 2}, "?"))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pieces, pad_token="<pad>", eos_token="<eos>", unk_token="?")
-    cfg = memory.config(script, ["--model", folder, "--data", f"{folder}/data.jsonl", *flags])
-    questions = common.load_questions(cfg).train
-    common.encode(tokenizer, questions, cfg)
-    cfg.max_prompt_len = max(len(question.prompt_ids) for question in questions)
+        tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="?")
     common.load_tokenizer = lambda path: tokenizer
     common.evaluate = lambda *_: {}
     common.end_processes = lambda: None
-    meter, finish = Meter(), common.Run.finish
+    finish = common.Run.finish
+    for script, flags in RUNS.items():
+        out = f"{folder}/{script}"
+        cfg = memory.config(script, [
+            "--model", folder, "--data", f"{folder}/data.jsonl", "--out_dir", out, "--steps", "1",
+            "--prompts_per_step", "8", "--minibatches", "2", "--eval_size", "1",
+            "--max_new_tokens", "16", "--micro_tokens", "1350", *flags])
+        questions = common.load_questions(cfg).train
+        common.encode(tokenizer, questions, cfg)
+        cfg.max_prompt_len = max(len(question.prompt_ids) for question in questions)
+        with contextlib.ExitStack() as blocks:
+            meter = blocks.enter_context(Meter())
+            blocks.enter_context(record_function("RUN"))
 
-    def measured_finish(run, sampler, data):  # all models are still there, all gradients gone
-        gc.collect()
-        block.__exit__(None, None, None)
-        meter.__exit__(None, None, None)
-        finish(run, sampler, data)
-        size = lambda where: sum(f.stat().st_size  # noqa: E731
-                                 for f in Path(cfg.out_dir, where).rglob("*.safetensors"))
-        print(json.dumps([asdict(cfg), meter["RUN"].peak, meter["RUN"].left,
-                          size("checkpoints"), size("final")]))
+            def measured(run, *rest):  # all models are still there, gradients are gone
+                blocks.close()
+                finish(run, *rest)
 
-    common.Run.finish = measured_finish
-    meter.__enter__()
-    block = record_function("RUN")
-    block.__enter__()
-    importlib.import_module(script).train(cfg)
+            common.Run.finish = measured
+            importlib.import_module(script).train(cfg)
+        disk = [sum(file.stat().st_size for file in Path(out, part).rglob("*.safetensors"))
+                for part in ("checkpoints", "final")]
+        print(json.dumps([asdict(cfg), meter["RUN"].peak, meter["RUN"].left, disk]), flush=True)
+    os._exit(0)  # gloo's threads can abort an ordinary exit
 
 
-@pytest.mark.parametrize("script, flags", [
-    ("grpo", ["--dtype", "float32", "--group_size", "4"]),
-    ("ppo", ["--dtype", "bfloat16", "--gradient_checkpointing", "--group_size", "4"])])
-def test_a_whole_run(tmp_path, folder, script, flags):
+@pytest.fixture(scope="module")
+def trained(folder):
+    """script -> (settings, bytes at the peak, bytes between steps, bytes on disk)."""
     path = folder(DEEP)
     rows = [{"question": "1" * (40 - k % 2), "answer": "#### 4"} for k in range(16)]
     Path(path, "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags += ["--steps", "1", "--prompts_per_step", "8", "--minibatches", "2", "--eval_size", "1",
-              "--max_new_tokens", "16", "--micro_tokens", "1350", "--out_dir", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, __file__, script, path, *flags], text=True,
-                          capture_output=True, env=os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    done = subprocess.run([sys.executable, __file__, path], text=True, capture_output=True,
+                          env=os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
     assert done.returncode == 0, done.stderr
-    settings, peak, left, checkpoint, final = json.loads(done.stdout.splitlines()[-1])
-    module = importlib.import_module(script)
-    cfg = module.Config(**settings)
-    plan = memory.plan(cfg, 1)
-    models = {part: size for part, size in plan["sample"].items()
-              if part not in ("KV cache", "logits", "activations", "CUDA context, allocator")}
-    agree(models, left, list(models), within=0.02)
-    print(settings["max_prompt_len"], peak, {k: sum(v.values()) - memory.RESERVE for k, v in plan.items()})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    return dict(zip(RUNS, map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_a_whole_run(trained, script):
+    settings, peak, left, disk = trained[script]
+    cfg = importlib.import_module(script).Config(**settings)
+    stages = memory.plan(cfg, 1)
+    passing = ("KV cache", "logits", "activations", "CUDA context, allocator")
+    models = {part: size for part, size in stages["sample"].items() if part not in passing}
+    assert set(models) == {"policy, float32", "policy, Adam's two moments", "reference"} | (
+        {"critic, float32", "critic, Adam's two moments", "sampler's copy"} if script == "ppo"
+        else set())
+    agree(models, left, models, within=0.02)
     assert memory.peak(cfg, 1) * memory.GB - memory.RESERVE == pytest.approx(peak, rel=0.15)
-    assert memory.disk(cfg) == pytest.approx((checkpoint / memory.GB, final / memory.GB), rel=0.01)
+    assert memory.disk(cfg) == pytest.approx([size / memory.GB for size in disk], rel=0.01)
+
+
+# --- the plan of a large run ---------------------------------------------------------------------
+
+
+def plan(script, *flags, gpus=1):
+    """The plan of a 7B run by its flags."""
+    return memory.plan(memory.config(script, ["--model", "Qwen2.5-7B", *flags]), gpus)
+
+
+def test_what_trains_is_sharded_and_copies_are_whole():
+    one, four = (plan("ppo", gpus=n)["AdamW"] for n in (1, 4))
+    whole = {"sampler's copy", "reference", "CUDA context, allocator"}
+    assert one["reference"] == one["sampler's copy"] == 2 * 7615616512
+    for part, size in one.items():
+        assert four[part] == (size if part in whole else size / 4), part
+
+
+@pytest.mark.parametrize("script, flags, role", [
+    ("grpo", ["--beta", "0"], "reference"), ("ppo", ["--kl_coef", "0"], "reference"),
+    ("dapo", [], "reference"), ("gspo", [], "reference"), ("dapo", [], "reward model"),
+    ("grpo", [], "critic, float32")])
+def test_models_that_a_run_does_without(script, flags, role):
+    assert all(role not in stage for stage in plan(script, *flags).values())
+
+
+def test_a_reward_model_is_held_whole():
+    stage = plan("grpo", "--reward", "model", "--reward_model", "Qwen2.5-0.5B", gpus=8)["sample"]
+    assert stage["reward model"] == 2 * (494032768 + 896)
+
+
+def test_flags_change_what_they_should():
+    base, more = plan("grpo"), plan("grpo", "--rollout_batch", "256")
+    assert more["sample"]["KV cache"] == 2 * base["sample"]["KV cache"]
+    wide, narrow = (plan("grpo", "--micro_tokens", n)["update policy"] for n in ("16384", "8192"))
+    assert wide["activations"] == base["update policy"]["activations"] == 2 * narrow["activations"]
+    assert plan("grpo", "--micro_tokens", "1")["update policy"]["activations"] > 0  # a row at least
+    assert plan("grpo", "--dtype", "float32")["sample"]["reference"] == 4 * 7615616512
 
 
 # --- command line --------------------------------------------------------------------------------
 
 
-def run(capsys, *argv):
+def run(capsys, line):
     """The lines that a command prints."""
-    memory.main(list(argv))
+    memory.main(line.split())
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("line, verdict", [
+    ("--script grpo --gpus 8 --gradient_checkpointing", "fits in 80 GB"),
+    ("--script ppo --gpus 4 --gradient_checkpointing --critic Qwen2.5-0.5B", "fits in 80 GB"),
+    ("--script ppo --gpus 4 --gradient_checkpointing", "change --critic Qwen2.5-0.5B"),
+    ("--script grpo --gpus 4", "change --gradient_checkpointing"),
+    ("--script gspo --gradient_checkpointing", "change --gpus 4"),
+    ("--script ppo --gpus 2", ""), ("--script dapo --gpus 4 --gb 48", ""),
+    ("--script grpo --gb 24", "change the model for a smaller")])
+def test_verdict_and_its_remedy(capsys, line, verdict):
+    line = f"--model Qwen2.5-7B {line}"
+    *_, last = run(capsys, line)
+    assert last.endswith(verdict)
+    if "change --" in last:
+        flags = ["--" + flag.strip() for flag in last.split("change --")[1].split("--")]
+        assert run(capsys, f"{line} {' '.join(flags)}")[-1].startswith("fits in")
+        for flag in flags:  # nothing is asked for in vain
+            fewer = " ".join(other for other in flags if other != flag)
+            assert run(capsys, f"{line} {fewer}")[-1].startswith("does not fit in")
+
+
+def test_table_agrees_with_the_command(capsys):
+    lines = run(capsys, "--table")
+    cells = {tuple(row[:2]): row[2:] for row in ([cell.strip() for cell in line.strip("|").split("|")]
+                                                for line in lines[2:])}
+    assert len(cells) == 3 * 4 + 7 and all(len(row) == 5 for row in cells.values())
+    assert cells["PPO, 7B critic", "7B"][2].startswith("~~")  # 4 x 80 GB
+    assert "~~" not in cells["PPO, 0.5B critic", "7B"][2]
+    out = run(capsys, "--script ppo --model Qwen2.5-7B --gpus 4 --gradient_checkpointing")
+    need = max(float(x) for x in next(x for x in out if "together" in x).split()[1:])
+    assert cells["PPO, 7B critic", "7B"][2] == f"~~{need:.0f}~~"
+    assert f"{cells['PPO, 7B critic', '7B'][4]}." in next(x for x in out if x.startswith("disk"))
+
+
+@pytest.mark.parametrize("line, culprit", [
+    ("--model Qwen2.5-70T", "Qwen2.5-70T"), ("--model /no/folder", "/no/folder"), ("", "tiny"),
+    ("--model Qwen2.5-7B --gpus 0", "--gpus 0"), ("--model Qwen2.5-7B --gb nan", "--gb nan"),
+    ("--model Qwen2.5-7B --gpus two", "two"), ("--model Qwen2.5-7B --micro_tokens 0", "micro_tokens"),
+    ("--model Qwen2.5-7B --lambda 1", "--lambda"), ("--script sac", "sac")])
+def test_faults_are_one_line(capsys, monkeypatch, line, culprit):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit) as stop:
+        memory.main(line.split())
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and culprit in err
+
+
 if __name__ == "__main__":
-    worker(*sys.argv[1:])
+    worker(sys.argv[1])

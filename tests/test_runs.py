@@ -39,7 +39,7 @@ every_script = pytest.mark.parametrize("name", SCRIPTS)
 SHORT = ("--steps 4 --prompts_per_step 3 --group_size 4 --minibatches 2 --max_new_tokens 8 "
          "--lr 1e-3 --save_every 1 --eval_every 2 --eval_size 4").split()
 OWN = {  # what is hardest to resume in each script
-    "grpo": "--beta 0.1", "dapo": "--overlong_buffer 4 --max_gen_rounds 3", "gspo": "",
+    "grpo": "--beta 0.1", "dapo": "--overlong_buffer 4 --max_gen_rounds 9", "gspo": "",
     "ppo": "--kl_target 0.01 --kl_horizon 50 --bootstrap",
 }
 CLOCK = {"t_sample", "t_logp", "t_update", "t_total", "mem_gb"}  # differ from run to run
@@ -252,9 +252,9 @@ def stopped(short, tmp_path, monkeypatch):
 
 
 @every_script
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [2, 3])
 def test_resumed_is_as_if_never_stopped(stopped, whole, name, step):
-    """In the middle of an epoch over the questions and between two of them."""
+    """Between two epochs over the questions and in the middle of one."""
     folder = stopped(name, step)
     run(name, "--resume", "--out_dir", folder)
     assert_same_run(folder, whole(name))
@@ -276,9 +276,9 @@ def test_resumed_experts(stopped, tmp_path):
     assert metrics(folder)[1]["expert_entropy"] != ""
 
 
-def test_resumed_before_anything_was_trained(short, stopped, tmp_path, monkeypatch):
+def test_resumed_before_anything_was_trained(short, stopped, tmp_path):
     """DAPO drops every group of a model that is never right: its optimizer has no state yet."""
-    argv = ["--data", "zero.jsonl"]
+    argv = ["--data", "zero.jsonl", "--max_gen_rounds", 1]
     write_rows(Path("zero.jsonl"), [0] * 7)
     run("dapo", *short("dapo"), *argv, "--out_dir", tmp_path / "whole")
     assert metrics(tmp_path / "whole")[1]["grad_norm"] == ""
@@ -492,7 +492,7 @@ class Two(list):
 def test_one_update_per_rollout(short, name, tmp_path, monkeypatch):
     """The ratio is 1, nothing is clipped; and leaving out the pass for the old log-probs, which
     are those of the update itself then, changes nothing."""
-    argv = [*short(name), "--minibatches", 1, "--micro_tokens", 400]
+    argv = [*short(name), "--minibatches", 1, "--micro_tokens", 500, "--steps", 2]
     run(name, *argv, "--out_dir", tmp_path / "without")
     for row in metrics(tmp_path / "without")[1:]:
         assert float(row["approx_kl"] or 0) == float(row["clip_frac"] or 0) == 0
@@ -502,6 +502,77 @@ def test_one_update_per_rollout(short, name, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "cut", lambda batch, cfg: Two(cut(batch, cfg)))
     run(name, *argv, "--out_dir", tmp_path / "with")
     assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+# --- a model and data as they come from the hub --------------------------------------------------
+
+GSM8K = [  # rows of its training file (MIT licence, OpenAI)
+    ("What is fifteen more than a quarter of 48?",
+     "A quarter of 48 is 48/4=<<48/4=12>>12.\nThe number is 12+15=<<12+15=27>>27.\n#### 27"),
+    ("Twice Angie's age, plus 4, is 20. How old is Angie?",
+     "Twice Angie's age is 20-4=<<20-4=16>>16.\nAngie is 16/2=<<16/2=8>>8.\n#### 8"),
+    ("Tim buys 3 dozen eggs.  Eggs cost $.50 each.  How much did he pay for eggs?",
+     "He bought 3*12=<<3*12=36>>36 eggs\nSo they cost 36*.5=$<<36*.5=18>>18\n#### 18"),
+    ("Tim buys a cabinet for $1200 and gets a 15% discount.  How much did he pay?",
+     "He got a discount of 1200*.15=$180\nSo he paid 1200-180=$<<1200-180=1020>>1020\n#### 1020"),
+    ("Ali had $21. Leila gave him half of her $100. How much does Ali have now?",
+     "Leila gave 100/2 = $<<100/2=50>>50 to Ali.\nAli now has $21+ $50 = $<<21+50=71>>71.\n#### 71"),
+]
+CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+GENERATION = dict(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05,
+                  eos_token_id=0, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def qwen(place):
+    """A folder of the shape of Qwen2.5's base models: byte-level pieces, a chat template whose end
+    of turn the generation config does not list, more embedding rows than tokens, bfloat16."""
+    rust = Tokenizer(pieces.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.train_from_iterator(sum(GSM8K, ()), trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rust, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+        chat_template=CHAT)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(
+        vocab_size=len(tokenizer) + 24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=0, pad_token_id=0))
+    model.generation_config = transformers.GenerationConfig(**GENERATION)
+    model.to(torch.bfloat16).save_pretrained(place / "qwen")
+    tokenizer.save_pretrained(place / "qwen")
+    return place / "qwen"
+
+
+@pytest.fixture(scope="module")
+def gsm8k(place):
+    """A folder with GSM8K's files."""
+    (place / "gsm8k").mkdir()
+    for name, rows in (("train", GSM8K * 4), ("test", GSM8K[:2])):
+        lines = [json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows]
+        (place / "gsm8k" / f"{name}.jsonl").write_text("".join(lines))
+    return place / "gsm8k"
+
+
+@every_script
+def test_a_real_models_folder_on_gsm8k(qwen, gsm8k, stopped, name, tmp_path):
+    """Cold start on the worked solutions, two steps, stopped between them. `final` is in the form
+    that its users know: dtype, generation config, template."""
+    argv = ["--model", qwen, "--data", gsm8k, "--steps", 2, "--cold_start", 2, "--max_new_tokens", 12]
+    folder = stopped(name, 1, *argv, "--reward", "contains")
+    run(name, "--resume", "--out_dir", folder)
+    assert [row["step"] for row in metrics(folder)] == ["0", "1", "2"]
+    final = load_file(folder / "final/model.safetensors")
+    assert {weight.dtype for weight in final.values()} == {torch.bfloat16}
+    config = json.loads((folder / "final/generation_config.json").read_text())
+    assert GENERATION.items() <= config.items()
+    assert transformers.AutoTokenizer.from_pretrained(folder / "final").chat_template == CHAT
+    sample = samples(folder)[0]
+    assert sample["question"] in dict(GSM8K) and sample["gold"] in {"27", "8", "18", "1020", "71"}
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -517,15 +588,13 @@ def reward_model(guesser):
     return Path("scorer")
 
 
-@every_script
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])  # DAPO's rewards are not plain sums
 def test_a_reward_model_and_a_rule(short, reward_model, name, tmp_path):
     """The first step samples the same answers whatever pays: its rewards add up by weight."""
     rewards = {}
     for spec in ("correct", "model", "correct+0.5*model"):
         extra = ["--reward_model", reward_model] if "model" in spec else []
-        run(name, *short(name), "--steps", 1, "--reward", spec, *extra, "--overlong_buffer" *
-            (name == "dapo"), *["0", "--no_dynamic_sampling"] * (name == "dapo"),
-            "--out_dir", tmp_path / spec)
+        run(name, *short(name), "--steps", 1, "--reward", spec, *extra, "--out_dir", tmp_path / spec)
         rewards[spec] = float(metrics(tmp_path / spec)[1]["reward"])
     assert rewards["model"] not in (0, rewards["correct"])
     expected = rewards["correct"] + 0.5 * rewards["model"]
