@@ -295,6 +295,10 @@ def from_pretrained(auto_class, path, **kwargs):
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
+        loaded_dtype = config.dtype or torch.float32
+        if hasattr(config, "loaded_dtype"):  # of one of our checkpoints, itself in float32
+            loaded_dtype = getattr(torch, config.loaded_dtype)
+            del config.loaded_dtype
         for name in kwargs.keys() & {"num_labels"}:
             setattr(config, name, kwargs.pop(name))
         model, report = auto_class.from_pretrained(
@@ -312,6 +316,7 @@ def from_pretrained(auto_class, path, **kwargs):
             "give --model FOLDER (or --model tiny, which needs nothing)"
         )
         fail(f"cannot load {auto_class.__name__} from {path}: {hint} [{reason}]")
+    model.loaded_dtype = loaded_dtype
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -390,7 +395,6 @@ def _load_dtype(cfg):
 
 
 def _trainable(model, cfg):
-    model.loaded_dtype = model.config.dtype
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return (shard(model, cfg) if dist.is_initialized() else model.float().to(device())).train()
@@ -1680,7 +1684,8 @@ def optimizer_tensors(model, optimizer):
 def save_model(sampler, model, folder, final=False):
     """Write `model`'s whole weights in Hugging Face form, with the tokenizer; rank 0 writes.
 
-    float32; the `final` policy in the dtype that it came in and with its own generation_config.
+    float32, or, for the `final` policy, the dtype that it came in. The policy's generation_config
+    is the one that it came with, not the sampler's clean one.
     """
     dtype = model.loaded_dtype if final else torch.float32
     tensors = {}
@@ -1693,11 +1698,14 @@ def save_model(sampler, model, folder, final=False):
             tensors[key] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
     if rank() > 0:
         return
-    if final:
-        clean, model.generation_config = model.generation_config, sampler.loaded_generation_config
+    clean = getattr(model, "generation_config", None)
+    if model is sampler.policy:
+        model.generation_config = sampler.loaded_generation_config
     model.save_pretrained(folder, state_dict=tensors)
-    if final:
-        model.generation_config = clean
-        model.config.dtype = dtype  # save_pretrained() notes the float32 of the master weights
-        model.config.save_pretrained(folder)
+    model.generation_config = clean
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype  # save_pretrained() notes the float32 of the master weights
+    if not final:
+        config.loaded_dtype = str(model.loaded_dtype).removeprefix("torch.")  # for after a resume
+    config.save_pretrained(folder)
     sampler.tokenizer.save_pretrained(folder)

@@ -113,7 +113,7 @@ def advantages_of(module, batch):
 def show_sum(name, terms, weights, loss, stats):
     """The printed products added up, beside the script's own loss and statistics."""
     total = (weights * terms).sum().item()
-    print(f"sum of w = {weights.sum().item():.6f}, sum of w x term = {total:.6f}\n{name} = {loss:.6f}")
+    print(f"sum of w = {weights.sum():.6f}, sum of w x term = {total:.6f}\n{name} = {loss:.6f}")
     print("   " + ", ".join(f"{key} {value.item():.4g}" for key, value in stats.items()))
     assert abs(total - loss.item()) < 1e-12, "the numbers do not add up"
 

@@ -17,7 +17,7 @@ import dapo
 import grpo
 import gspo
 import ppo
-from models import (FAMILIES, VOCAB, Memory, assert_near, gradient, plain_logps, ragged_batch,
+from models import (FAMILIES, FOLDERS, VOCAB, Memory, assert_near, gradient, plain_logps, ragged_batch,
                     save_folder, settings, tiny_model, tiny_tokenizer)
 from oracles import check, normal
 
@@ -584,7 +584,7 @@ def new_critic(folder, checkpoint=None):
     return common.load_critic(run, SimpleNamespace(tokenizer=tiny_tokenizer()), settings())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FOLDERS)
 def test_critic_starts_at_zero_and_can_learn(rng, folder, family):
     critic, batch = new_critic(folder(family)), ragged_batch(rng)
     (minibatch,) = common.cut(batch, settings())
@@ -594,7 +594,7 @@ def test_critic_starts_at_zero_and_can_learn(rng, folder, family):
     assert gradient(critic).any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FOLDERS)
 def test_critic_does_not_see_padding(rng, folder, family):
     critic, batch = new_critic(folder(family)), ragged_batch(rng)
     head = getattr(critic, "score", None) or critic.classifier

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -26,9 +26,10 @@ from memory import common  # noqa: E402
 SMALL = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
 DEEP = SMALL | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=1000)
 WORDY = SMALL | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=16000)
+THIN = DEEP | dict(hidden_size=128, intermediate_size=512, vocab_size=4000)
 UNTIED = WORDY | dict(tie_word_embeddings=False)
 FAT = WORDY | dict(intermediate_size=3072, num_hidden_layers=3, vocab_size=1000)
-STUB = SimpleNamespace(pad_token_id=0, eos_token_id=1, chat_template=None)  # in place of a tokenizer
+STUB = SimpleNamespace(pad_token_id=0, eos_token_id=1, chat_template=None, get_vocab=dict)
 
 
 class Meter(dict):
@@ -116,9 +117,9 @@ def test_parameters_of_a_folder(folder, shape):
     assert (size.wide, size.attention, size.kv, size.file_bytes) == (1024, 256, 2 * 2 * 64, 4)
 
 
-# --- update: (shape, GPUs, dtype, checkpointing, rows, tokens a row, of them answer, HEAD_FLOATS) --
+# --- update --------------------------------------------------------------------------------------
 
-UPDATES = {
+UPDATES = {  # shape, GPUs, dtype, checkpointing, (rows, tokens a row, of them answer), HEAD_FLOATS
     "every layer keeps its activations": (
         DEEP, 1, "float32", False, (4, 256, 64), 2**25, ["activations"]),
     "bfloat16 halves most of them": (
@@ -126,8 +127,7 @@ UPDATES = {
     "checkpointed, one layer does": (
         DEEP, 4, "bfloat16", True, (4, 256, 64), 2**25, ["activations"]),
     "logits": (
-        SMALL | dict(hidden_size=128, intermediate_size=512, num_hidden_layers=4, vocab_size=4000),
-        1, "float32", True, (1, 1024, 512), 2**25, ["logits"]),
+        THIN, 1, "float32", True, (1, 1024, 512), 2**25, ["logits"]),
     "chunks of logits, the head's gradients add up": (
         UNTIED, 1, "float32", True, (4, 64, 32), 2**19, ["gradients on their way"]),
     "gathered layers and their gradients": (
@@ -164,15 +164,19 @@ def test_update(folder, monkeypatch, case):
 
 
 @pytest.mark.parametrize("gpus, dtype", [(1, "float32"), (4, "bfloat16")])
-def test_update_of_the_critic(folder, gpus, dtype):
+def test_update_of_the_critic(folder, monkeypatch, gpus, dtype):
     cfg = replace(memory.config("ppo", ["--model", folder(DEEP)]), dtype=dtype, micro_tokens=1024,
                   max_prompt_len=192, max_new_tokens=64)
     ids, mask = torch.randint(1000, (4, 256)), torch.ones(4, 256, dtype=torch.long)
     mask[0, :3] = 0
     micro = common.Micro(torch.arange(4), 192, 64, mask[:, 192:])
     batch = common.Batch(None, [], ids[:, :192], mask[:, :192], ids[:, 192:], mask[:, 192:])
-    load = lambda path, cfg: common._trainable(common.from_pretrained(  # noqa: E731
-        transformers.AutoModelForTokenClassification, path, num_labels=1), cfg)
+    monkeypatch.setattr(common, "load_tokenizer", lambda path: STUB)  # a made-up model has none
+
+    def load(path, cfg):
+        run, sampler = SimpleNamespace(start=path, checkpoint=None), SimpleNamespace(tokenizer=STUB)
+        return common.load_critic(run, sampler, cfg)
+
     check_update(cfg, gpus, load, lambda critic: common.micro_values(critic, batch, micro).sum(),
                  "critic", ["activations"])
 
@@ -208,20 +212,17 @@ def check_update(cfg, gpus, load, loss, role, telling):
 
 # --- sampling ------------------------------------------------------------------------------------
 
-SAMPLES = {  # shape, (questions, answers to each, prompt, answer), the part that tells
-    "cache": (SMALL | dict(hidden_size=256, intermediate_size=512, num_hidden_layers=6,
-                           vocab_size=500), (8, 8, 200, 8), ["KV cache"]),
-    "logits": (SMALL | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                            vocab_size=30000), (8, 8, 10, 6), ["logits"]),
-    "prompts": (SMALL | dict(hidden_size=256, intermediate_size=1536, num_hidden_layers=2,
-                             vocab_size=500), (16, 1, 200, 4), ["activations"]),
+SAMPLES = {  # shape, dtype, (questions, answers to each, prompt, answer), the part that tells
+    "cache": (DEEP, "float32", (8, 8, 200, 8), "KV cache"),
+    "cache in bfloat16": (DEEP, "bfloat16", (8, 8, 200, 8), "KV cache"),
+    "logits": (THIN | dict(vocab_size=40000), "bfloat16", (8, 8, 10, 6), "logits"),
+    "prompts": (FAT, "float32", (16, 1, 200, 4), "activations"),
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SAMPLES)
-def test_sampling(folder, case, dtype):
-    shape, (questions, group, prompt, answer), telling = SAMPLES[case]
+def test_sampling(folder, case):
+    shape, dtype, (questions, group, prompt, answer), telling = SAMPLES[case]
     path = folder(shape)
     cfg = replace(memory.config("grpo", ["--model", path]), prompts_per_step=questions, eval_size=1,
                   group_size=group, max_prompt_len=prompt, max_new_tokens=answer, dtype=dtype)
@@ -233,19 +234,24 @@ def test_sampling(folder, case, dtype):
         sampler.generate(ids, mask, group, record=32)
     stage = memory.plan(cfg, 1)["sample"]
     agree({k: stage[k] for k in ("KV cache", "logits", "activations") if k in stage},
-          meter["SAMPLE"].peak, telling)
+          meter["SAMPLE"].peak, [telling])
 
 
-# --- whole runs: python tests/test_memory.py FOLDER trains, one step each, and prints bytes --------
+# --- whole runs ----------------------------------------------------------------------------------
 
 RUNS = {"grpo": ["--dtype", "float32", "--group_size", "4"],
         "ppo": ["--dtype", "bfloat16", "--group_size", "4", "--gradient_checkpointing"]}
 
 
 def worker(folder):
-    """Train by the scripts' own loops; a line of JSON tells what each of them took."""
-    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "?": 2}, "?"))
-    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    """Train a step by the scripts' own loops; a line of JSON tells what each of them took.
+
+    Run by `trained` below, in a process of its own: python tests/test_memory.py FOLDER
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    letters = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "?": 2}, "?"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="?")
     common.load_tokenizer = lambda path: tokenizer
@@ -271,6 +277,8 @@ def worker(folder):
 
             common.Run.finish = measured
             importlib.import_module(script).train(cfg)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # the handlers hold on to the run
         disk = [sum(file.stat().st_size for file in Path(out, part).rglob("*.safetensors"))
                 for part in ("checkpoints", "final")]
         print(json.dumps([asdict(cfg), meter["RUN"].peak, meter["RUN"].left, disk]), flush=True)
@@ -278,13 +286,17 @@ def worker(folder):
 
 
 @pytest.fixture(scope="module")
-def trained(folder):
-    """script -> (settings, bytes at the peak, bytes between steps, bytes on disk)."""
+def trained(folder, impl):
+    """script -> (settings, bytes at the peak, bytes between steps, bytes on disk).
+
+    Models load in this one thread: the profiler does not see what others allocate.
+    """
     path = folder(DEEP)
     rows = [{"question": "1" * (40 - k % 2), "answer": "#### 4"} for k in range(16)]
     Path(path, "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = subprocess.run([sys.executable, __file__, path], text=True, capture_output=True,
-                          env=os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+                          env=os.environ | {"PYTHONPATH": str(impl),
+                                            "HF_DEACTIVATE_ASYNC_LOAD": "1"})
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
     return dict(zip(RUNS, map(json.loads, lines), strict=True))
@@ -374,8 +386,8 @@ def test_verdict_and_its_remedy(capsys, line, verdict):
 
 def test_table_agrees_with_the_command(capsys):
     lines = run(capsys, "--table")
-    cells = {tuple(row[:2]): row[2:] for row in ([cell.strip() for cell in line.strip("|").split("|")]
-                                                for line in lines[2:])}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    cells = {(label, name): row for label, name, *row in rows}
     assert len(cells) == 3 * 4 + 7 and all(len(row) == 5 for row in cells.values())
     assert cells["PPO, 7B critic", "7B"][2].startswith("~~")  # 4 x 80 GB
     assert "~~" not in cells["PPO, 0.5B critic", "7B"][2]
@@ -388,7 +400,7 @@ def test_table_agrees_with_the_command(capsys):
 @pytest.mark.parametrize("line, culprit", [
     ("--model Qwen2.5-70T", "Qwen2.5-70T"), ("--model /no/folder", "/no/folder"), ("", "tiny"),
     ("--model Qwen2.5-7B --gpus 0", "--gpus 0"), ("--model Qwen2.5-7B --gb nan", "--gb nan"),
-    ("--model Qwen2.5-7B --gpus two", "two"), ("--model Qwen2.5-7B --micro_tokens 0", "micro_tokens"),
+    ("--model Qwen2.5-7B --gpus two", "two"), ("--model Qwen2.5-7B --micro_tokens 0", "--micro"),
     ("--model Qwen2.5-7B --lambda 1", "--lambda"), ("--script sac", "sac")])
 def test_faults_are_one_line(capsys, monkeypatch, line, culprit):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

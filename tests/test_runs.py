@@ -516,7 +516,8 @@ GSM8K = [  # rows of its training file (MIT licence, OpenAI)
     ("Tim buys a cabinet for $1200 and gets a 15% discount.  How much did he pay?",
      "He got a discount of 1200*.15=$180\nSo he paid 1200-180=$<<1200-180=1020>>1020\n#### 1020"),
     ("Ali had $21. Leila gave him half of her $100. How much does Ali have now?",
-     "Leila gave 100/2 = $<<100/2=50>>50 to Ali.\nAli now has $21+ $50 = $<<21+50=71>>71.\n#### 71"),
+     "Leila gave 100/2 = $<<100/2=50>>50 to Ali.\n"
+     "Ali now has $21+ $50 = $<<21+50=71>>71.\n#### 71"),
 ]
 CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -562,7 +563,9 @@ def gsm8k(place):
 def test_a_real_models_folder_on_gsm8k(qwen, gsm8k, stopped, name, tmp_path):
     """Cold start on the worked solutions, two steps, stopped between them. `final` is in the form
     that its users know: dtype, generation config, template."""
-    argv = ["--model", qwen, "--data", gsm8k, "--steps", 2, "--cold_start", 2, "--max_new_tokens", 12]
+    argv = ["--model", qwen, "--data", gsm8k, "--steps", 2, "--cold_start", 2]
+    if name == "dapo":  # nobody gets anything right so soon
+        argv.append("--no_dynamic_sampling")
     folder = stopped(name, 1, *argv, "--reward", "contains")
     run(name, "--resume", "--out_dir", folder)
     assert [row["step"] for row in metrics(folder)] == ["0", "1", "2"]
@@ -594,7 +597,8 @@ def test_a_reward_model_and_a_rule(short, reward_model, name, tmp_path):
     rewards = {}
     for spec in ("correct", "model", "correct+0.5*model"):
         extra = ["--reward_model", reward_model] if "model" in spec else []
-        run(name, *short(name), "--steps", 1, "--reward", spec, *extra, "--out_dir", tmp_path / spec)
+        run(name, *short(name), "--steps", 1, "--reward", spec, *extra,
+            "--out_dir", tmp_path / spec)
         rewards[spec] = float(metrics(tmp_path / spec)[1]["reward"])
     assert rewards["model"] not in (0, rewards["correct"])
     expected = rewards["correct"] + 0.5 * rewards["model"]

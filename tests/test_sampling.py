@@ -13,11 +13,11 @@ import transformers
 from safetensors.torch import load_file
 
 import common
-from models import (FAMILIES, REFUSED, VOCAB, WORDS, gradient, save_folder, settings, tiny_model,
+from models import (FOLDERS, REFUSED, VOCAB, WORDS, gradient, save_folder, settings, tiny_model,
                     tiny_tokenizer)
 from oracles import check
 
-LAW = ["qwen2", "gpt2", "llama", "qwen3_moe"]
+LAW = ["qwen3", "gpt2", "llama", "qwen3_moe"]
 HOSTILE = dict(  # what checkpoints bring along, and more
     do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, typical_p=0.9,
     repetition_penalty=1.1, no_repeat_ngram_size=2, suppress_tokens=[5, 6], bad_words_ids=[[7]],
@@ -111,7 +111,7 @@ def test_sampler_and_trainer_agree_on_log_probs(hostile, family, temperature):
 
 def test_recording_is_for_the_first_rows(hostile):
     """Of the first prompts' first chunk of tokens: enough to see the two part, for nothing."""
-    sampler = sampler_of(hostile("qwen2"), max_new_tokens=4, rollout_batch=4)
+    sampler = sampler_of(hostile("qwen3"), max_new_tokens=4, rollout_batch=4)
     common.seed_all(1)
     tokens, recorded = sampler.generate(*common.left_padded(PROMPTS, 0), group_size=4, record=3)
     assert recorded.shape == tokens.shape
@@ -123,7 +123,7 @@ def test_a_law_that_cannot_be_cleaned_is_refused(hostile, monkeypatch, capsys):
     monkeypatch.setattr(common.Sampler, "_config", lambda self, n, greedy=False: (
         transformers.GenerationConfig(max_new_tokens=n, do_sample=True, min_p=0.1, pad_token_id=0)))
     with pytest.raises(SystemExit) as stop:
-        sampler_of(hostile("qwen2"))
+        sampler_of(hostile("qwen3"))
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "changes the logits" in line
 
@@ -175,7 +175,7 @@ def answers(sampler, prompts, **how):
 
 @pytest.mark.parametrize("prompts", [MIXED, [[30], [50], [9]], [[20, 21, 22, 23]]],
                          ids=["mixed", "one token each", "a single prompt"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FOLDERS)
 def test_greedy_answers_are_those_of_generate(stopping, monkeypatch, family, prompts):
     """One prefill for a group, chunks, rows that leave when finished: all invisible."""
     monkeypatch.setattr(common, "CHUNK", 4)
