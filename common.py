@@ -396,7 +396,7 @@ def _load_dtype(cfg):
 
 def _trainable(model, cfg):
     if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return (shard(model, cfg) if dist.is_initialized() else model.float().to(device())).train()
 
 

@@ -32,7 +32,7 @@ import figures  # noqa: E402
 import measures as m  # noqa: E402
 
 STEPS = 40  # the learning rate is constant, so the first 40 steps of a longer run are those of 40
-QUICK = dict(steps=2, eval_every=2, eval_size=16, cold_start=20)
+QUICK = dict(steps=2, eval_every=2, eval_size=16, test_size=16, cold_start=20)
 RESULTS = ROOT / "plots" / "claims.json"
 TITLES = {"accuracy": ("Accuracy, sampled answers", "share of answers"),
           "tokens": ("Tokens sampled", "per step"), "value_loss": ("Value loss", "mean of a step"),

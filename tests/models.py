@@ -34,7 +34,7 @@ FAMILIES = {
                   SHAPE | EXPERTS | dict(shared_expert_intermediate_size=16)),
     "qwen3_moe": (transformers.Qwen3MoeConfig, SHAPE | EXPERTS | dict(head_dim=8)),
 }
-# AutoTokenizer gives every qwen2 folder Qwen2's own tokenizer, whatever it holds: ours would be lost.
+# AutoTokenizer gives every qwen2 folder Qwen2's own tokenizer: ours would be lost.
 FOLDERS = [family for family in FAMILIES if family != "qwen2"]
 REFUSED = {  # their logits are not what their output head gives
     "gemma2": (transformers.Gemma2Config, SHAPE | dict(head_dim=8)),  # soft-capped

@@ -17,8 +17,8 @@ import dapo
 import grpo
 import gspo
 import ppo
-from models import (FAMILIES, FOLDERS, VOCAB, Memory, assert_near, gradient, plain_logps, ragged_batch,
-                    save_folder, settings, tiny_model, tiny_tokenizer)
+from models import (FAMILIES, FOLDERS, VOCAB, Memory, assert_near, gradient, plain_logps,
+                    ragged_batch, save_folder, settings, tiny_model, tiny_tokenizer)
 from oracles import check, normal
 
 @pytest.fixture
@@ -425,6 +425,7 @@ def test_batch_cat_keeps_every_row(rng):
     batch = common.Batch.cat(parts, pad=0)
     assert contents(batch) == sum(map(contents, parts), [])
     assert batch.prompt_ids.shape == (13, 9) and batch.mask.shape == (13, 12)
+    assert batch.prompt_mask[:, -1].all() and batch.mask[:, 0].all(), "prompt and answer must meet"
     assert batch.truncated is None, "a field that no part has"
 
 

@@ -32,8 +32,8 @@ def generate(self, prompt_ids, prompt_mask, group_size=1, greedy=False, record=0
         tied = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 4 == 0
         for copy in range(group_size):
             copy = 0 if tied else copy
-            seed = int(hashlib.sha256(f"{{key}} {{copy}} {{self.count}}".encode()).hexdigest()[:12], 16)
-            gen = torch.Generator().manual_seed(seed)
+            name = f"{{key}} {{copy}} {{self.count}}".encode()
+            gen = torch.Generator().manual_seed(int(hashlib.sha256(name).hexdigest()[:12], 16))
             n = int(torch.randint(1, LIMIT + 1, (), generator=gen))
             row = torch.randint(3, 50, (1, n), generator=gen)
             if n < LIMIT:
@@ -77,7 +77,9 @@ def launch(tmp_path, impl, script, world, extra="", fault="", start=0):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    "--nproc_per_node", str(world), str(program)]
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 

@@ -45,7 +45,8 @@ def test_every_cell_of_the_difference_table_is_a_link():
 def test_files_and_pictures_exist():
     """Nothing that the README shows or names is missing."""
     text = README.read_text()
-    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text) + re.findall(r"\]\((\w+/[\w.]+)\)", text):
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    for path in pictures + re.findall(r"\]\((\w+/[\w.]+)\)", text):
         assert (ROOT / path).exists(), path
 
 

@@ -7,6 +7,7 @@ now and then, so there is something to learn. A run of four steps takes a second
 
 import csv
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -39,18 +40,20 @@ every_script = pytest.mark.parametrize("name", SCRIPTS)
 SHORT = ("--steps 4 --prompts_per_step 3 --group_size 4 --minibatches 2 --max_new_tokens 8 "
          "--lr 1e-3 --save_every 1 --eval_every 2 --eval_size 4").split()
 OWN = {  # what is hardest to resume in each script
-    "grpo": "--beta 0.1", "dapo": "--overlong_buffer 4 --max_gen_rounds 9", "gspo": "",
-    "ppo": "--kl_target 0.01 --kl_horizon 50 --bootstrap",
+    "grpo": "--beta 0.1",
+    "dapo": "--overlong_buffer 4 --max_gen_rounds 9",
+    "gspo": "--epochs 2 --lr_warmup 9",
+    "ppo": "--kl_target 0.01 --kl_horizon 50 --bootstrap --entropy_coef 0.01",
 }
 CLOCK = {"t_sample", "t_logp", "t_update", "t_total", "mem_gb"}  # differ from run to run
 
 
 # --- a workplace ---------------------------------------------------------------------------------
 
-def write_rows(path, golds):
+def write_rows(path, golds, question="Ana has {} coins. How many now?"):
     """One question per gold; what it asks does not matter."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"question": f"Ana has {i} coins. How many now?", "answer": f"#### {gold}"}
+    rows = [{"question": question.format(i), "answer": f"#### {gold}"}
             for i, gold in enumerate(golds)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -221,6 +224,27 @@ def test_no_steps_only_evaluates(short, guesser, tmp_path, capsys):
     assert [row["step"] for row in metrics(tmp_path / "run")] == ["0"]
     assert "test accuracy" in capsys.readouterr().out
     assert same_weights(tmp_path / "run/final", guesser)
+
+
+def test_text_that_the_terminal_cannot_show(short, tmp_path, monkeypatch):
+    """A Windows console, or LANG=C: the run goes on, and samples.jsonl has the text in full."""
+    write_rows(tmp_path / "data/train.jsonl", [1, 2] * 10, "¿Cuántas monedas 😀?")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    run("grpo", *short("grpo"), "--data", tmp_path / "data", "--steps", 1,
+        "--out_dir", tmp_path / "run")
+    assert samples(tmp_path / "run")[0]["question"] == "¿Cuántas monedas 😀?"
+
+
+def test_the_cold_start_is_kept_for_the_same_lessons(tmp_path, capsys):
+    """Other questions with the same answers are other lessons."""
+    write_rows(Path("cats.jsonl"), [1, 2] * 10, "How many cats?")
+    write_rows(Path("dogs.jsonl"), [1, 2] * 10, "How many dogs?")
+    made = []
+    for i, data in enumerate(["cats.jsonl", "dogs.jsonl", "cats.jsonl"]):
+        run("grpo", "--data", data, *"--cold_start 1 --steps 0 --max_new_tokens 4".split(),
+            "--out_dir", tmp_path / f"run{i}")
+        made.append("making the tiny model" in capsys.readouterr().out)
+    assert made == [True, True, False]
 
 
 @every_script
@@ -443,6 +467,23 @@ def test_a_signal_ends_the_step_and_saves(impl, short, tmp_path, number):
     assert int(metrics(folder)[-1]["step"]) == step + 1
 
 
+def test_a_second_signal_stops_at_once(short, tmp_path, monkeypatch):
+    """Who presses Ctrl-C again some seconds later does not want to wait for the step."""
+    def exit_now(status):
+        raise SystemExit(status)
+
+    def twice(run, questions):
+        signal.raise_signal(signal.SIGINT)
+        run.signals[0] -= 3  # seconds ago
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "_exit", exit_now)
+    monkeypatch.setattr(common.Run, "next_questions", twice)
+    with pytest.raises(SystemExit) as stop:
+        run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
+    assert stop.value.code == 128 + signal.SIGINT
+
+
 # --- numbers that are none -----------------------------------------------------------------------
 
 LOSSES = [(name, "policy_loss") for name in SCRIPTS] + [("ppo", "value_loss")]
@@ -614,5 +655,5 @@ def test_a_short_training_raises_the_reward(guesser, name, tmp_path):
     run(name, *argv.split(), *rest.split(), *own.split(), "--model", guesser,
         "--out_dir", tmp_path / "run")
     accuracy = [float(row["accuracy"]) for row in metrics(tmp_path / "run")[1:]]
-    assert accuracy[0] < 0.5
-    assert sum(accuracy[-3:]) / 3 > accuracy[0] + 0.3
+    assert accuracy[0] < 0.4
+    assert sum(accuracy[-3:]) / 3 > accuracy[0] + 0.4  # 0.51 to 0.79 in 5 seeds of each script
