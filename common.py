@@ -70,7 +70,8 @@ def fail(message):
 def say(message):
     """Print once, on rank 0, without tearing the progress bar."""
     if rank() == 0:
-        tqdm.write(message)
+        encoding = sys.stdout.encoding or "utf-8"  # a console may lack a character
+        tqdm.write(message.encode(encoding, "replace").decode(encoding))
 
 
 def quiet():
@@ -439,10 +440,11 @@ def builtin_folder(cfg):
     """
     tokenizer = _tiny_tokenizer()
     config = _tiny_config(cfg.model, tokenizer)
-    lessons = cold_start_lessons(load_questions(cfg).train, cfg)
+    lessons = cold_start_lessons(encode(tokenizer, load_questions(cfg).train, cfg, ""), cfg)
     pieces = sorted(tokenizer.get_vocab().items())
     recipe = [config.to_dict(), pieces, cfg.seed, cfg.cold_start, cold_start_lr(cfg)]
-    text = repr([recipe, [lesson.answer for lesson in lessons], torch.__version__])
+    taught = [(lesson.question, lesson.answer) for lesson in lessons]
+    text = repr([recipe, taught, torch.__version__])
     home = _cache_home()
     folder = home / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(home / f"{folder.name}.lock"):
@@ -617,7 +619,7 @@ def encode(tokenizer, rows, cfg, name="questions"):
             text = PLAIN_PROMPT.format(question=row.question, instruction=instruction)
             row.prompt_ids = tokenizer(text).input_ids
     kept = [row for row in rows if len(row.prompt_ids) <= cfg.max_prompt_len]
-    if len(kept) < len(rows):
+    if name and len(kept) < len(rows):
         say(f"notice: {len(rows) - len(kept)} of {len(rows)} {name} dropped, longer than "
             f"--max_prompt_len {cfg.max_prompt_len}")
     if rows and not kept:

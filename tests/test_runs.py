@@ -42,7 +42,7 @@ SHORT = ("--steps 4 --prompts_per_step 3 --group_size 4 --minibatches 2 --max_ne
 OWN = {  # what is hardest to resume in each script
     "grpo": "--beta 0.1",
     "dapo": "--overlong_buffer 4 --max_gen_rounds 9",
-    "gspo": "--epochs 2 --lr_warmup 9",
+    "gspo": "--lr_warmup 9",
     "ppo": "--kl_target 0.01 --kl_horizon 50 --bootstrap --entropy_coef 0.01",
 }
 CLOCK = {"t_sample", "t_logp", "t_update", "t_total", "mem_gb"}  # differ from run to run
@@ -290,11 +290,11 @@ def test_what_is_hardest_to_resume_took_place(whole, name, column):
     assert len({row[column] for row in metrics(whole(name))[1:]}) > 1
 
 
-def test_resumed_experts(stopped, tmp_path):
+def test_resumed_experts(short, stopped, tmp_path):
     """Weights of experts are stored in another form than they are used in."""
-    argv = ["--model", "tiny-moe", "--cold_start", 0, "--reward", "contains+marker_format"]
-    run("gspo", *SHORT, *argv, "--data", "data", "--out_dir", tmp_path / "whole")
-    folder = stopped("gspo", 2, *argv)
+    argv = "--model tiny-moe --cold_start 0 --reward contains+marker_format --steps 2".split()
+    run("gspo", *short("gspo"), *argv, "--out_dir", tmp_path / "whole")
+    folder = stopped("gspo", 1, *argv)
     run("gspo", "--resume", "--out_dir", folder)
     assert_same_run(folder, tmp_path / "whole")
     assert metrics(folder)[1]["expert_entropy"] != ""
@@ -446,16 +446,15 @@ def test_kill_9_at_random_moments(impl, short, tmp_path):
     assert_same_run(folder, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_step_and_saves(impl, short, tmp_path, number):
-    """A preempted job and Ctrl-C: nothing is lost, and the way to go on is printed."""
+def test_sigterm_ends_the_step_and_saves(impl, short, tmp_path):
+    """A preempted job loses nothing, and prints the way to go on."""
     folder = tmp_path / "my run"
     process = start(impl, "grpo", *short("grpo"), "--steps", 1000, "--eval_every", 1000,
                     "--save_every", 1000, "--out_dir", folder)
     table = folder / "metrics.csv"
     wait_for(lambda: table.exists() and table.read_text().count("\n") > 2, process)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    process.terminate()
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert table.read_text().endswith("\n")
     step = last_checkpoint(folder)
@@ -465,6 +464,24 @@ def test_a_signal_ends_the_step_and_saves(impl, short, tmp_path, number):
     assert (python, script) == ("python", "grpo.py")
     run("grpo", *argv, "--steps", step + 1)
     assert int(metrics(folder)[-1]["step"]) == step + 1
+
+
+@every_script
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_in_the_middle_of_an_update(short, whole, name, number, tmp_path, monkeypatch):
+    """The step is finished as if nothing had happened, and the last one."""
+    script, original, calls = SCRIPTS[name], SCRIPTS[name].policy_loss, itertools.count()
+
+    def signalling(*args, **kwargs):
+        if next(calls) == 2:  # the first minibatch of the second step
+            signal.raise_signal(number)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "policy_loss", signalling)
+        run(name, *short(name), "--out_dir", tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == ["step-000001", "step-000002"]
+    assert metrics(tmp_path / "run") == metrics(whole(name))[:3]
 
 
 def test_a_second_signal_stops_at_once(short, tmp_path, monkeypatch):
@@ -649,11 +666,11 @@ def test_a_reward_model_and_a_rule(short, reward_model, name, tmp_path):
 @every_script
 def test_a_short_training_raises_the_reward(guesser, name, tmp_path):
     """From guessing 1, 2 or 3 to what is always right here: 2."""
-    argv = "--data always-two.jsonl --steps 12 --prompts_per_step 8 --group_size 8 --lr 1e-3"
-    rest = "--max_new_tokens 8 --eval_size 4 --minibatches 2 --eval_every 12"
+    argv = "--data always-two.jsonl --steps 8 --prompts_per_step 8 --group_size 8 --lr 2e-3"
+    rest = "--max_new_tokens 8 --eval_size 4 --minibatches 2 --eval_every 8"
     own = {"dapo": "--overlong_buffer 0", "ppo": "--critic_lr 1e-2"}.get(name, "")
     run(name, *argv.split(), *rest.split(), *own.split(), "--model", guesser,
         "--out_dir", tmp_path / "run")
     accuracy = [float(row["accuracy"]) for row in metrics(tmp_path / "run")[1:]]
     assert accuracy[0] < 0.4
-    assert sum(accuracy[-3:]) / 3 > accuracy[0] + 0.4  # 0.51 to 0.79 in 5 seeds of each script
+    assert sum(accuracy[-3:]) / 3 > accuracy[0] + 0.3  # 0.40 to 0.77 in 5 seeds of each script
