@@ -133,8 +133,8 @@ def sampling(model, cfg, gpus, c):
 def plan(cfg, gpus):
     """{stage: {part: bytes per GPU}}: a stage needs the sum of its parts, a run its largest stage.
 
-    Gradients are None while sampling, so they and the KV cache never meet. Frozen models are whole on
-    every rank (shards would spare a 7B run on 4 GPUs 11 GB); their passes need less than an update.
+    Gradients are None while sampling, so they and the KV cache never meet. Frozen models are whole
+    on every rank (shards would spare 7B on 4 GPUs 11 GB); their passes need less than an update.
     """
     c = 4 if cfg.dtype == "float32" else 2  # bytes in forward passes; auto: native bfloat16
     sharded = gpus > 1 or c == 2  # by FSDP, as common.py decides

@@ -127,7 +127,8 @@ def test_every_flag_says_what_it_is_for(script):
 def test_every_number_has_a_range(script):
     for name, field in flags(script).items():
         if field.type in (int, float):
-            assert re.fullmatch("[<>]=? [0-9]+(, [<>]=? [0-9]+)?", field.metadata["metavar"]), name
+            bounds = field.metadata["metavar"]
+            assert re.fullmatch("[<>]=? [0-9.]+(, [<>]=? [0-9.]+)?", bounds), name
 
 
 @every_script
@@ -285,10 +286,10 @@ def test_data_files(refused, content, words):
         assert word in line, line
 
 
-@pytest.mark.parametrize("data", ["missing.jsonl", "no/folder", "empty", "x" * 300])
+@pytest.mark.parametrize("data", ["", "missing.jsonl", "no/folder", "empty", "x" * 300])
 def test_data_that_is_not_there(refused, data):
     Path("empty").mkdir()
-    assert f"--data {data}" in refused(grpo, *SHORT, "--data", data)
+    assert f"--data {data}" in refused(grpo, *SHORT, f"--data={data}")
 
 
 def test_a_fault_in_the_test_part_of_a_folder(refused):
@@ -433,6 +434,15 @@ def test_broken_model_folders(refused, folder, fault):
 @pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "a/b/c"])
 def test_model_that_is_not_there(refused, name):
     assert f"--model {name}" in refused(grpo, *SHORT, "--model", name)
+
+
+def test_a_run_is_not_its_model(refused, run_of_grpo):
+    """Its folder has a config.json, too, of another kind; the model is in final/."""
+    assert str(Path("final")) in refused(grpo, *SHORT, "--model", run_of_grpo)
+
+
+def test_a_temperature_that_is_too_low_to_divide_by(refused):
+    assert "--temperature" in refused(grpo, *SHORT, "--temperature", 1e-39)
 
 
 def test_answers_longer_than_the_model_has_positions(refused, tmp_path):

@@ -123,7 +123,8 @@ UPDATES = {  # shape, GPUs, dtype, checkpointing, (rows, tokens a row, of them a
     "every layer keeps its activations": (
         DEEP, 1, "float32", False, (4, 256, 64), 2**25, ["activations"]),
     "bfloat16 halves most of them": (
-        DEEP | dict(intermediate_size=128), 4, "bfloat16", False, (4, 256, 64), 2**25, ["activations"]),
+        DEEP | dict(intermediate_size=128), 4, "bfloat16", False, (4, 256, 64), 2**25,
+        ["activations"]),
     "checkpointed, one layer does": (
         DEEP, 4, "bfloat16", True, (4, 256, 64), 2**25, ["activations"]),
     "logits": (

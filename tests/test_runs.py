@@ -323,9 +323,11 @@ def test_more_steps_than_asked_for_at_first(short, whole, tmp_path, monkeypatch)
     assert_same_run(folder, whole("grpo"))
 
 
-def test_resumed_when_all_is_done(short, whole, tmp_path):
+def test_resumed_when_all_is_done(short, whole, tmp_path, capsys):
+    """Nothing is left to do but to say again what was reached."""
     folder = shutil.copytree(whole("grpo"), tmp_path / "run")
     run("grpo", "--resume", "--out_dir", folder)
+    assert "held-out accuracy: greedy" in capsys.readouterr().out
     assert_same_run(folder, whole("grpo"))
 
 
@@ -466,9 +468,20 @@ def test_sigterm_ends_the_step_and_saves(impl, short, tmp_path):
     assert int(metrics(folder)[-1]["step"]) == step + 1
 
 
+@pytest.fixture
+def exit_now(monkeypatch):
+    """An exit without further ado ends the test, not pytest."""
+    def exit_now(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", exit_now)
+
+
 @every_script
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_in_the_middle_of_an_update(short, whole, name, number, tmp_path, monkeypatch):
+def test_a_signal_in_the_middle_of_an_update(
+    short, whole, name, number, tmp_path, monkeypatch, exit_now
+):
     """The step is finished as if nothing had happened, and the last one."""
     script, original, calls = SCRIPTS[name], SCRIPTS[name].policy_loss, itertools.count()
 
@@ -484,17 +497,13 @@ def test_a_signal_in_the_middle_of_an_update(short, whole, name, number, tmp_pat
     assert metrics(tmp_path / "run") == metrics(whole(name))[:3]
 
 
-def test_a_second_signal_stops_at_once(short, tmp_path, monkeypatch):
+def test_a_second_signal_stops_at_once(short, tmp_path, monkeypatch, exit_now):
     """Who presses Ctrl-C again some seconds later does not want to wait for the step."""
-    def exit_now(status):
-        raise SystemExit(status)
-
     def twice(run, questions):
         signal.raise_signal(signal.SIGINT)
         run.signals[0] -= 3  # seconds ago
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(os, "_exit", exit_now)
     monkeypatch.setattr(common.Run, "next_questions", twice)
     with pytest.raises(SystemExit) as stop:
         run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
@@ -547,9 +556,10 @@ class Two(list):
 
 
 @every_script
-def test_one_update_per_rollout(short, name, tmp_path, monkeypatch):
-    """The ratio is 1, nothing is clipped; and leaving out the pass for the old log-probs, which
-    are those of the update itself then, changes nothing."""
+def test_one_update_per_rollout(short, whole, name, tmp_path, monkeypatch):
+    """The ratio is 1, nothing is clipped; not so at the second of two updates. And leaving out the
+    pass for the old log-probs, which are those of the update itself then, changes nothing."""
+    assert max(float(row["approx_kl"]) for row in metrics(whole(name))[1:]) > 1e-5
     argv = [*short(name), "--minibatches", 1, "--micro_tokens", 500, "--steps", 2]
     run(name, *argv, "--out_dir", tmp_path / "without")
     for row in metrics(tmp_path / "without")[1:]:
