@@ -267,6 +267,8 @@ def find_model(name, flag="model"):
     if os.path.isdir(name):
         if not (Path(name) / "config.json").is_file():
             fail(f"--{flag} {name}: the folder holds no config.json, so no Hugging Face model")
+        if (Path(name) / "metrics.csv").is_file():
+            fail(f"--{flag} {name}: that is a run; its model is {Path(name) / 'final'}")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         fail(f"--{flag} {name}: no such folder")
@@ -578,7 +580,7 @@ def _read_data(name):
         parts = datasets.load_dataset(hub, "main")
         return [dict(row) for row in parts["train"]], [dict(row) for row in parts["test"]]
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         fail(f"--data {name}: can't be loaded; offline, give a .jsonl file or a folder with "
              f"train.jsonl [{reason}]")
 

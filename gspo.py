@@ -41,7 +41,7 @@ class Config:
     group_size: int = flag(8, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
-    temperature: float = flag(1.0, "softmax temperature of sampling and of every log-prob", "> 0")
+    temperature: float = flag(1.0, "softmax temperature of sampling and every log-prob", ">= 0.01")
     rollout_batch: int = flag(128, "answers generated at once: bounds the KV cache", ">= 1")
     # reward
     reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
