@@ -579,7 +579,7 @@ def _read_data(name):
     try:
         parts = datasets.load_dataset(hub, "main")
         return [dict(row) for row in parts["train"]], [dict(row) for row in parts["test"]]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         fail(f"--data {name}: can't be loaded; offline, give a .jsonl file or a folder with "
              f"train.jsonl [{reason}]")
