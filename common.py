@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ from transformers import (
 
 import rewards
 
+huggingface_hub.utils.logging.set_verbosity_error()
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
@@ -270,6 +272,8 @@ def find_model(name, flag="model"):
         if (Path(name) / "metrics.csv").is_file():
             fail(f"--{flag} {name}: that is a run; its model is {Path(name) / 'final'}")
         return name
+    if name in BUILTIN:
+        fail(f"--{flag} {name}: only --model may be built in; name a folder or a hub model")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         fail(f"--{flag} {name}: no such folder")
     return name if "/" in name else f"Qwen/{name}"
@@ -535,11 +539,15 @@ def load_questions(cfg):
     """--data -> namespace of row lists `train`, `heldout` (from the training file) and `test`.
 
     A row has `question`, `answer` (the worked solution) and `gold` (its last number, or None).
+    Of a question that the training file repeats the last is used; `repeats` counts the others.
     """
     if cfg.data == "words":
         train, heldout, test = rewards.words_split()
+        repeats = 0
     else:
-        train, test = _read_data(cfg.data)
+        rows, test = _read_data(cfg.data)
+        train = list({row["question"]: row for row in rows}.values())  # each question once
+        repeats = len(rows) - len(train)
         random.Random(0).shuffle(train)  # the same questions are held out for every seed
         size = min(cfg.eval_size, len(train) // 10 or 1)
         heldout, train = train[:size], train[size:]
@@ -560,7 +568,7 @@ def load_questions(cfg):
             )
     if not train:
         fail(f"--data {cfg.data}: nothing left to train on after holding out {len(heldout)} rows")
-    return SimpleNamespace(**splits)
+    return SimpleNamespace(**splits, repeats=repeats)
 
 
 def _read_data(name):
@@ -691,12 +699,12 @@ def _response_logps(model, input_ids, attention_mask, response_len, temperature,
 
 def _head_logps(head, hidden, targets, temperature, entropy):
     logits = head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logp = -F.cross_entropy(logits, targets, reduction="none")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_probs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    logp = log_probs.gather(-1, targets[:, None])[:, 0]
     if entropy == "off":
         return logp, None
     with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
-        log_probs = logits.log_softmax(-1)
         return logp, -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -786,8 +794,7 @@ class Sampler:
 
     def decode(self, tokens, mask):
         """(N, T) tokens -> N texts without special tokens. Ids beyond the tokenizer become ''."""
-        lengths, known = mask.sum(-1).tolist(), len(self.tokenizer)
-        rows = [[t for t in row[:n] if t < known] for row, n in zip(tokens.tolist(), lengths)]
+        rows = [row[:n] for row, n in zip(tokens.tolist(), mask.sum(-1).tolist())]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     def truncated(self, tokens):
@@ -1009,20 +1016,17 @@ def cut(batch, cfg):
 
 
 def _micros(batch, rows, micro_tokens):
-    """Greedy cut of length-sorted rows under the token budget (one row at least)."""
-    micros, start = [], 0
+    """Greedy cut of length-sorted rows under the token budget (one row at least), and before a row
+    that is not half as long as its micro-batch: it would be mostly padding."""
+    micros, start, prompt, answer = [], 0, 0, 0
     prompts, answers = batch.prompt_mask.sum(-1).tolist(), batch.mask.sum(-1).tolist()
-    order = rows.tolist()
-    while start < len(order):
-        end, prompt, answer = start, 0, 0
-        while end < len(order):
-            prompt, answer = max(prompt, prompts[order[end]]), max(answer, answers[order[end]])
-            if end > start and (prompt + answer) * (end + 1 - start) > micro_tokens:
-                break
-            end += 1
-        micros.append(_micro(batch, rows[start:end]))
-        start = end
-    return micros
+    for end, row in enumerate(rows.tolist()):
+        short = prompts[row] + answers[row] < (prompt + answer) / 2
+        prompt, answer = max(prompt, prompts[row]), max(answer, answers[row])
+        if end > start and (short or (prompt + answer) * (end + 1 - start) > micro_tokens):
+            micros.append(_micro(batch, rows[start:end]))
+            start, prompt, answer = end, prompts[row], answers[row]
+    return [*micros, _micro(batch, rows[start:])] if len(rows) else []
 
 
 def _micro(batch, rows):
@@ -1331,6 +1335,8 @@ class Run:
         if self.checkpoint:
             self.state = json.loads((self.checkpoint / "state.json").read_text())
         self.saved_step = self.step if self.checkpoint else None
+        if self.step > cfg.steps:
+            fail(f"--steps {cfg.steps}: {self.folder} has done {self.step}; name a larger number")
         if rank() == 0:
             self._write_config()  # again when resumed: --steps may be another one
             for path in [*self.folder.glob(".tmp-*"), *self.folder.glob("checkpoints/.tmp-*")]:
@@ -1555,7 +1561,7 @@ class Run:
 
     def finish(self, sampler, data):
         """Save, read the test questions once, write final/, say what was reached; leave."""
-        stopped = self.step < self.cfg.steps
+        stopped = self.stopping() or self.step < self.cfg.steps
         if self.step > (self.saved_step or 0):
             self.save(sampler)
         self.bar.close()
@@ -1620,6 +1626,8 @@ def set_up(cfg, file):
     data = load_questions(cfg)
     start_processes(cfg)
     tokenizer = load_tokenizer(start)
+    if data.repeats:
+        say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
     for name in ("train", "heldout", "test"):
         setattr(data, name, encode(tokenizer, getattr(data, name), cfg, f"{name} questions"))
     run = Run(cfg, Path(file).stem)

@@ -89,6 +89,8 @@ def group_advantages(rewards, group_size, eps=1e-6):
     """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"group_size {group_size}: must be at least 2 and divide {len(rewards)}")
+    if not len(rewards):
+        return rewards
     groups = rewards.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     advantages = centred / (groups.std(1, keepdim=True) + eps)

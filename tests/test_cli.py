@@ -28,6 +28,7 @@ SCRIPTS = {"grpo": grpo, "dapo": dapo, "gspo": gspo, "ppo": ppo}
 every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 
 GOOD = b'{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n'
+ROWS = b"".join(GOOD.replace(b"1 + 1?", b"%d + 1?" % i) for i in range(20))  # no question twice
 NO_GOLD = b'{"question": "What is love?"}\n'
 
 SHORT = ("--data rows.jsonl --cold_start 0 --steps 1 --prompts_per_step 2 --minibatches 1 "
@@ -44,7 +45,7 @@ def cache(tmp_path_factory):
 def sandbox(tmp_path, monkeypatch, cache, signals):
     """Each test has a working folder of its own, which holds a sound data file."""
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_bytes(GOOD * 20)
+    Path("rows.jsonl").write_bytes(ROWS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
@@ -295,14 +296,25 @@ def test_data_that_is_not_there(refused, data):
 def test_a_fault_in_the_test_part_of_a_folder(refused):
     """It is read at the end of a run, but a fault shows at once."""
     Path("data").mkdir()
-    Path("data/train.jsonl").write_bytes(GOOD * 20)
+    Path("data/train.jsonl").write_bytes(ROWS)
     Path("data/test.jsonl").write_bytes(GOOD + b"{\n")
     assert f"{Path('data/test.jsonl')} line 2" in refused(grpo, *SHORT, "--data", "data")
 
 
+def test_a_question_that_comes_twice_is_used_once(capsys):
+    """Else it could be held out and trained on; the answer that comes last counts."""
+    Path("twice.jsonl").write_bytes(GOOD + ROWS + ROWS)
+    cfg = parse(grpo, *SHORT, "--data", "twice.jsonl")
+    data = common.load_questions(cfg)
+    asked = [row.question for row in [*data.train, *data.heldout]]
+    assert len(set(asked)) == len(asked) == 20 and data.repeats == 21
+    grpo.train(cfg)
+    assert "21 rows of --data twice.jsonl repeat a question" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", [
-    GOOD.replace(b"\n", b"\r\n") * 20, b"\n\n" + GOOD * 20, b"\xef\xbb\xbf" + GOOD * 20,
-    GOOD * 20 + '{"question": "¿1 + 1? \u2028", "answer": "2"}'.encode(),
+    ROWS.replace(b"\n", b"\r\n"), b"\n\n" + ROWS, b"\xef\xbb\xbf" + ROWS,
+    ROWS + '{"question": "¿1 + 1? \u2028", "answer": "2"}'.encode(),
 ], ids=["crlf", "blank-lines", "byte-order-mark", "unicode"])
 def test_data_files_that_are_fine(content):
     Path("good.jsonl").write_bytes(content)
@@ -494,7 +506,7 @@ def run_of_grpo(tmp_path_factory, cache):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.chdir(out.parent)
-        Path("rows.jsonl").write_bytes(GOOD * 20)
+        Path("rows.jsonl").write_bytes(ROWS)
         grpo.train(parse(grpo, *SHORT, "--out_dir", out))
     return out
 

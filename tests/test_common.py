@@ -528,10 +528,17 @@ def test_cut(rng, play, world, minibatches, micro_tokens):
         assert max(work) - min(work) <= lengths.max(), "ranks with unlike work"
 
 
-def test_cut_fills_the_budget(rng):
-    """With room for all, one forward pass."""
-    (minibatch,) = common.cut(ragged_batch(rng), settings(micro_tokens=8 * 15))
-    assert len(minibatch.micros) == 1
+@pytest.mark.parametrize("lengths, micro_tokens, expected", [
+    ([4, 4, 4, 4], 24, [4]), ([4, 4, 4, 4], 23, [3, 1]),  # 2 of prompt come to each
+    ([8, 4, 3], 99, [3]), ([8, 4, 2], 99, [2, 1]), ([8, 2, 2, 1], 99, [1, 3]),
+], ids=["fits", "one too many", "half as long", "less than half", "twice"])
+def test_cut_fills_the_budget(lengths, micro_tokens, expected):
+    """With room for all, one forward pass; but none pads a row to more than twice its length."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    prompt, n = torch.ones(len(lengths), 2).long(), len(lengths)
+    batch = common.Batch([0] * n, [""] * n, prompt, prompt, mask, mask)
+    (minibatch,) = common.cut(batch, settings(micro_tokens=micro_tokens))
+    assert [len(micro.rows) for micro in minibatch.micros] == expected
 
 
 def test_cut_trims_padding():
@@ -589,8 +596,9 @@ def new_critic(folder, checkpoint=None):
 def test_critic_starts_at_zero_and_can_learn(rng, folder, family):
     critic, batch = new_critic(folder(family)), ragged_batch(rng)
     (minibatch,) = common.cut(batch, settings())
-    values = common.micro_values(critic, batch, minibatch.micros[0])
-    assert not values.any() and values.shape == batch.mask.shape
+    micro = minibatch.micros[0]
+    values = common.micro_values(critic, batch, micro)
+    assert not values.any() and values.shape == micro.mask.shape
     values.sum().backward()
     assert gradient(critic).any()
 

@@ -312,6 +312,24 @@ def test_resumed_before_anything_was_trained(short, stopped, tmp_path):
     assert_same_run(folder, tmp_path / "whole")
 
 
+@every_script
+def test_every_rollout_draws_anew(short, name, tmp_path, monkeypatch):
+    """Each has a seed of its own, and questions that no other of the epoch has had."""
+    seeds, asked = [], []
+    seed_all, rollout = common.seed_all, SCRIPTS[name].rollout
+
+    def noted_rollout(sampler, questions, cfg, seed):
+        asked.extend(row.question for row in questions)
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "seed_all", lambda *n: (seeds.append(n), seed_all(*n)))
+            return rollout(sampler, questions, cfg, seed)
+
+    monkeypatch.setattr(SCRIPTS[name], "rollout", noted_rollout)
+    run(name, *short(name), "--out_dir", tmp_path / "run")
+    assert len(set(seeds)) == len(seeds) == len(asked) // 3 >= 4
+    assert all(len(set(asked[i : i + 6])) == 6 for i in range(0, len(asked) - 5, 6))
+
+
 def test_more_steps_than_asked_for_at_first(short, whole, tmp_path, monkeypatch):
     """The new number is remembered: stopped on the way to it, the run goes on to it."""
     folder = tmp_path / "run"
@@ -321,6 +339,18 @@ def test_more_steps_than_asked_for_at_first(short, whole, tmp_path, monkeypatch)
         run("grpo", "--resume", "--out_dir", folder, "--steps", 4)
     run("grpo", "--resume", "--out_dir", folder)
     assert_same_run(folder, whole("grpo"))
+
+
+@every_script
+def test_fewer_steps_than_are_done(short, whole, name, tmp_path, capsys):
+    """Refused before anything is written: the run is as it was."""
+    folder = shutil.copytree(whole(name), tmp_path / "run")
+    before = (folder / "config.json").read_text()
+    with pytest.raises(SystemExit) as stop:
+        run(name, "--resume", "--out_dir", folder, "--steps", 3)
+    assert stop.value.code == 2 and "--steps 3" in capsys.readouterr().err
+    assert (folder / "config.json").read_text() == before
+    assert_same_run(folder, whole(name))
 
 
 def test_resumed_when_all_is_done(short, whole, tmp_path, capsys):
@@ -495,6 +525,26 @@ def test_a_signal_in_the_middle_of_an_update(
         run(name, *short(name), "--out_dir", tmp_path / "run")
     assert checkpoints(tmp_path / "run") == ["step-000001", "step-000002"]
     assert metrics(tmp_path / "run") == metrics(whole(name))[:3]
+
+
+def test_a_signal_in_the_last_step(short, whole, tmp_path, monkeypatch, exit_now, capsys):
+    """All steps are done, but the test questions are left for --resume: who stops does not wait."""
+    save = common.Run.save
+
+    def signalling(run, sampler):
+        if run.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        save(run, sampler)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common.Run, "save", signalling)
+        run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "test accuracy" not in out and "--resume" in out
+    assert not (tmp_path / "run/final").exists()
+    run("grpo", "--resume", "--out_dir", tmp_path / "run")
+    assert "test accuracy" in capsys.readouterr().out
+    assert_same_run(tmp_path / "run", whole("grpo"))
 
 
 def test_a_second_signal_stops_at_once(short, tmp_path, monkeypatch, exit_now):
