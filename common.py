@@ -654,30 +654,29 @@ def questions_at(rows, cursor, count, seed):
 HEAD_FLOATS = 2**25  # logits alive at once: 134 MB, that is 220 tokens of a 152k vocabulary
 
 
-def token_logps(model, input_ids, attention_mask, response_len, temperature=1.0, entropy="value"):
+def token_logps(
+    model, input_ids, attention_mask, response_len, temperature=1.0, entropy="value", groups=None
+):
     """Log-probs of the last `response_len` tokens under softmax(logits / temperature).
 
     input_ids, attention_mask: (N, L) int64, prompts padded on the left, responses on the right.
     Returns (logp, entropy), each (N, response_len), float32 or wider; nats. `entropy` is that of
     the whole vocabulary: "value" (no gradient), "grad", or "off" (None is returned).
+    groups: (N,) int64; the prompt of rows of one number, the same for all of them, runs once, and
+    its keys and values are lent to each (but not with gradient checkpointing).
     Cells whose attention_mask is 0 hold garbage. The transformer runs once, then the output head
     runs on chunks of tokens which are computed again in backward: the (N, L, vocabulary) logits,
     8 GB for a 0.5B model's modest batch, never exist.
     """
     run = getattr(model, "response_logps", None)  # a sharded model gathers weights in methods only
-    arguments = (input_ids, attention_mask, response_len, temperature, entropy)
+    arguments = (input_ids, attention_mask, response_len, temperature, entropy, groups)
     logp, entropies = run(*arguments) if run else _response_logps(model, *arguments)
     shape = (len(input_ids), response_len)
     return logp.view(shape), None if entropy == "off" else entropies.view(shape)
 
 
-def _response_logps(model, input_ids, attention_mask, response_len, temperature, entropy):
-    hidden = model.base_model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions(attention_mask),
-        use_cache=False,
-    ).last_hidden_state[:, -response_len - 1 : -1]  # the state before a token predicts it
+def _response_logps(model, input_ids, attention_mask, response_len, temperature, entropy, groups):
+    hidden = _response_states(model, input_ids, attention_mask, response_len, groups)
     targets = input_ids[:, -response_len:]
     head = model.get_output_embeddings()
     vocabulary = head.weight.shape[0]
@@ -695,6 +694,32 @@ def _response_logps(model, input_ids, attention_mask, response_len, temperature,
             )
     logps, entropies = zip(*parts)
     return torch.cat(logps), None if entropy == "off" else torch.cat(entropies)
+
+
+def _response_states(model, input_ids, attention_mask, response_len, groups):
+    """(N, response_len, hidden): the last hidden states, each one place before what it predicts."""
+    place, width = positions(attention_mask), input_ids.shape[1] - response_len
+    run, ids, mask = model.base_model, input_ids, attention_mask
+    alone = groups is None or len(groups.unique()) == len(groups)
+    if alone or (model.training and model.is_activation_checkpointing):  # which knows no cache
+        out = run(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)
+        return out.last_hidden_state[:, width - 1 : -1]  # the state before a token predicts it
+    numbers, group = groups.unique(return_inverse=True)
+    one = torch.empty_like(numbers)  # a row of each group
+    one[group] = torch.arange(len(group), device=group.device)
+    cache, prompt = DynamicCache(config=model.config), (one, slice(width))
+    states = run(
+        input_ids=ids[prompt], attention_mask=mask[prompt], position_ids=place[prompt],
+        cache=cache, use_cache=True,
+    ).last_hidden_state[group, -1:]
+    if response_len == 1:
+        return states
+    cache.batch_select_indices(group)
+    rest = run(
+        input_ids=ids[:, width:-1], attention_mask=mask[:, :-1], position_ids=place[:, width:-1],
+        cache=cache, use_cache=True,
+    ).last_hidden_state
+    return torch.cat([states, rest], 1)
 
 
 def _head_logps(head, hidden, targets, temperature, entropy):
@@ -1045,8 +1070,10 @@ def micro_input(batch, micro):
 
 def micro_logps(model, batch, micro, cfg, entropy="value"):
     """`token_logps` of a micro-batch: (logp, entropy), each (n, micro.response_len)."""
-    inputs = micro_input(batch, micro)
-    return token_logps(model, *inputs, micro.response_len, cfg.temperature, entropy)
+    ids, mask = micro_input(batch, micro)
+    prompts = torch.where(mask.bool(), ids, -1)[:, : micro.prompt_len]
+    groups = prompts.unique(dim=0, return_inverse=True)[1]
+    return token_logps(model, ids, mask, micro.response_len, cfg.temperature, entropy, groups)
 
 
 @torch.no_grad()

@@ -153,9 +153,10 @@ def length_bias(seed, quick, out):
     grpo = importlib.import_module("grpo")
     dapo, cfg, policy, batch, advantages, cuts = first_rollout("dapo", seed, quick, minibatches=1,
                                                                micro_tokens=10**9)
-    (micro,) = cuts[0].micros
-    logp, _ = common.micro_logps(policy, batch, micro, cfg, "off")
-    mask, advantage = micro.mask, micro.take(advantages)
+    micros = cuts[0].micros
+    logp = [common.micro_logps(policy, batch, micro, cfg, "off")[0] for micro in micros]
+    logp, mask = common.pad_cat(logp, 0.0), common.pad_cat([micro.mask for micro in micros], 0)
+    advantage = torch.cat([micro.take(advantages) for micro in micros])
     lengths = mask.sum(1).float()
     longer = (lengths - lengths.mean())[:, None] * mask / len(mask)
     uphill = gradient(policy, (longer * logp).sum())  # of the expected length

@@ -4,8 +4,10 @@ How text is sampled is in test_sampling.py.
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -152,6 +154,39 @@ def test_token_logps_gradients_of_all_parameters(rng, family):
     right = gradient(model)
     loss(*common.token_logps(model, *whole_input(batch), 0.7, entropy="grad")).backward()
     assert_near(gradient(model), right, 1e-5)
+
+
+@pytest.mark.parametrize("answer", [1, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_prompt_runs_once_and_counts_for_all(rng, family, answer):
+    """The log-probs of each row and the gradients are those of rows that have their own copy."""
+    model, batch = tiny_model(family).eval(), ragged_batch(rng, answer=answer)
+    asker = torch.tensor([0, 1, 1, 1, 5, 0, 6, 6])  # whose prompt each row has, in any order
+    ids, mask, length = whole_input(replace(
+        batch, prompt_ids=batch.prompt_ids[asker], prompt_mask=batch.prompt_mask[asker]))
+    a, seen = normal(rng, *batch.mask.shape), []
+    with mock.patch.object(model.base_model, "forward", wraps=model.base_model.forward) as forward:
+        for groups in (None, asker):
+            logp, entropy = common.token_logps(model, ids, mask, length, 0.7, "grad", groups)
+            ((a * logp + entropy) * batch.mask).sum().backward()
+            seen.append((logp.detach() * batch.mask, entropy.detach() * batch.mask,
+                         gradient(model)))
+    for alone, together in zip(*seen):
+        assert_near(together, alone, 1e-5)
+    tokens = [call.kwargs["input_ids"].numel() for call in forward.call_args_list]
+    width = ids.shape[1] - length
+    assert tokens == [8 * ids.shape[1], 4 * width, 8 * (length - 1)][: 2 + (length > 1)]
+
+
+def test_prompts_are_one_only_if_their_tokens_are(rng):
+    """Padding may hold any token, so the masks are compared, too."""
+    model, batch = tiny_model().eval(), ragged_batch(rng, rows=4)
+    prompt_ids = torch.tensor([[7, 7, 7], [7, 7, 7], [7, 7, 7], [9, 7, 7]])
+    prompt_mask = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1], [0, 1, 1]])
+    batch = replace(batch, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    cuts = common.cut(batch, settings())
+    logp = common.whole_logps(model, batch, cuts, settings())
+    check(logp, plain_logps(model, batch)[0].detach(), {}, atol=2e-5)
 
 
 @pytest.mark.parametrize("entropy", ["off", "value", "grad"])
