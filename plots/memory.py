@@ -24,7 +24,7 @@ import common  # noqa: E402
 
 GB = 1e9  # bytes
 RESERVE = 2 * GB  # CUDA context, NCCL, cuBLAS, gaps between the allocator's blocks: an allowance
-LOGIT_COPIES = 5  # float32: logits, CE's log_softmax, the entropy's log_softmax, its exp, product
+LOGIT_COPIES = 4  # float32: logits, their log_softmax, its exp, the product of both
 KEYS = ("hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
         "vocab_size tie_word_embeddings").split()
 QWEN = {"Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True),  # shapes that need no network
@@ -87,16 +87,22 @@ def backward(model, cfg, gpus, c, sharded):
 
     Per token a layer keeps: of each norm a float32 copy, the normalised one and the result; q, k, v
     (repeated to all heads) and the attention's output; four tensors of the MLP; a row of the mask.
-    Two more of the MLP's are made before the first of these are freed.
+    Two more of the MLP's are made before the first of these are freed. A prompt that rows share runs
+    once (not with checkpointing, nor in a critic), and its keys and values are copied to each row.
     """
     row = cfg.max_prompt_len + cfg.max_new_tokens
     rows = ceil(cfg.prompts_per_step * cfg.group_size / cfg.minibatches / gpus)
-    tokens = max(row, min(cfg.micro_tokens, rows * row))
+    rows = max(1, min(cfg.micro_tokens / row, rows))
+    once = model.head and not cfg.gradient_checkpointing
+    prompts = min(rows, ceil(cfg.prompts_per_step / cfg.minibatches)) if once else rows
+    tokens = rows * cfg.max_new_tokens + prompts * cfg.max_prompt_len
+    lent = (rows - prompts) * cfg.max_prompt_len * 2 * c * model.attention
     norm = (4 + 2 * c) * model.hidden
     layer = 2 * norm + 4 * c * (model.attention + model.wide) + c * row
-    kept = model.layers * (c * model.hidden if cfg.gradient_checkpointing else layer)
+    kept = model.layers * (c * model.hidden if cfg.gradient_checkpointing else
+                           layer + lent / tokens)
     again = layer * cfg.gradient_checkpointing + 2 * c * (model.wide + model.hidden)
-    answers, most = tokens * cfg.max_new_tokens // row, common.HEAD_FLOATS // model.vocabulary
+    answers, most = rows * cfg.max_new_tokens, common.HEAD_FLOATS // model.vocabulary
     logits = min(answers, most) * model.vocabulary * bool(model.head)
     chunks = answers > most  # then gradients of the head add up: the old sum, the new part, the sum
     down = c * model.hidden * model.wide  # gradient of an MLP's last matrix, the first to come

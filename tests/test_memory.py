@@ -165,6 +165,20 @@ def test_update(folder, monkeypatch, case):
 
 
 @pytest.mark.parametrize("gpus, dtype", [(1, "float32"), (4, "bfloat16")])
+def test_update_of_shared_prompts(folder, gpus, dtype):
+    cfg = replace(memory.config("grpo", ["--model", folder(DEEP)]), dtype=dtype, prompts_per_step=4,
+                  group_size=4 * gpus, minibatches=1, max_prompt_len=192, max_new_tokens=64)
+    ids, groups = torch.randint(1000, (16, 256)), torch.arange(16) // 4
+    ids[:, :192] = ids[::4, :192].repeat_interleave(4, 0)
+    mask = (torch.arange(256) >= 3 * (groups == 0)[:, None]).long()
+
+    def loss(policy):
+        return common.token_logps(policy, ids, mask, 64, groups=groups)[0].sum()
+
+    check_update(cfg, gpus, common.load_policy, loss, "policy", ["activations"])
+
+
+@pytest.mark.parametrize("gpus, dtype", [(1, "float32"), (4, "bfloat16")])
 def test_update_of_the_critic(folder, monkeypatch, gpus, dtype):
     cfg = replace(memory.config("ppo", ["--model", folder(DEEP)]), dtype=dtype, micro_tokens=1024,
                   max_prompt_len=192, max_new_tokens=64)
@@ -240,8 +254,8 @@ def test_sampling(folder, case):
 
 # --- whole runs ----------------------------------------------------------------------------------
 
-RUNS = {"grpo": ["--dtype", "float32", "--group_size", "4"],
-        "ppo": ["--dtype", "bfloat16", "--group_size", "4", "--gradient_checkpointing"]}
+FLAGS = "--group_size 4 --micro_tokens 1350 --gradient_checkpointing --dtype".split()
+RUNS = {"grpo": [*FLAGS, "float32"], "ppo": [*FLAGS, "bfloat16"]}
 
 
 def worker(folder):
@@ -264,7 +278,7 @@ def worker(folder):
         cfg = memory.config(script, [
             "--model", folder, "--data", f"{folder}/data.jsonl", "--out_dir", out, "--steps", "1",
             "--prompts_per_step", "8", "--minibatches", "2", "--eval_size", "1",
-            "--max_new_tokens", "16", "--micro_tokens", "1350", *flags])
+            "--max_new_tokens", "16", *flags])
         questions = common.load_questions(cfg).train
         common.encode(tokenizer, questions, cfg)
         cfg.max_prompt_len = max(len(question.prompt_ids) for question in questions)
@@ -293,7 +307,7 @@ def trained(folder, impl):
     Models load in this one thread: the profiler does not see what others allocate.
     """
     path = folder(DEEP)
-    rows = [{"question": "1" * (40 - k % 2), "answer": "#### 4"} for k in range(16)]
+    rows = [{"question": f"{k:02}" + "1" * (38 - k % 2), "answer": "#### 4"} for k in range(16)]
     Path(path, "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = subprocess.run([sys.executable, __file__, path], text=True, capture_output=True,
                           env=os.environ | {"PYTHONPATH": str(impl),
