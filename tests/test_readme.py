@@ -4,13 +4,19 @@ A link into a script carries the code it means as its title: [text](grpo.py#L93 
 After an edit, `python tests/test_readme.py` moves the numbers to where the code is now.
 """
 
+import importlib
 import re
+import shlex
+import signal
 from pathlib import Path
 
 import pytest
 
+import common
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) ?\b(ppo|grpo|dapo|gspo)\.py((?:\\\n|[^`\n#])*)")
 LINK = re.compile(r'\]\(([\w/]+\.py)#L(\d+) "([^"]+)"\)')
 
 
@@ -58,6 +64,18 @@ def test_flags_exist():
     for flag in set(re.findall(r"--([a-z_]+)", README.read_text())) - theirs:
         name = flag.removeprefix("no_")
         assert re.search(rf"\b{name}: |--{flag}\b|\"--{flag}", known), f"--{flag}"
+
+
+@pytest.mark.parametrize("command", [
+    command for page in (README, ROOT / "tests" / "README.md")
+    for command in COMMAND.findall(page.read_text())], ids=" ".join)
+def test_commands_are_taken(command, tmp_path, monkeypatch):
+    """Every command line of a script that a README shows is one that it accepts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    script, argv = importlib.import_module(command[0]), shlex.split(command[1].replace("\\\n", " "))
+    if "--help" not in argv:
+        common.parse_args(script.Config, script.TINY, argv)
 
 
 if __name__ == "__main__":
