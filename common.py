@@ -1080,7 +1080,7 @@ def micro_logps(model, batch, micro, cfg, entropy="value"):
 def whole(cuts, shape, function):
     """`function(micro) -> (n, t)` over all micro-batches, put together as (N, T) on every rank.
 
-    Each rank fills the rows it owns; masked cells are 0.
+    Each rank fills the rows it owns; masked cells are 0. None of an empty batch.
     """
     out = None
     for micro in (m for minibatch in cuts for m in minibatch.micros):
@@ -1088,7 +1088,7 @@ def whole(cuts, shape, function):
         if out is None:
             out = values.new_zeros(shape)
         out[micro.rows, : micro.response_len] += torch.where(micro.mask.bool(), values, 0.0)
-    return sum_over_ranks(out)
+    return None if out is None else sum_over_ranks(out)
 
 
 def whole_logps(model, batch, cuts, cfg):

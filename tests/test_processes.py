@@ -146,6 +146,16 @@ def test_a_planted_fault_is_noticed(fault, tmp_path, impl):
     assert worst(weights(one), weights(two)) > 1e-4
 
 
+def test_a_step_without_any_group(tmp_path, impl):
+    """DAPO drops all of them: nothing is trained on, logged and saved all the same."""
+    none = "script.keep_group = lambda correct: correct.sum(1) < 0"
+    one, two = (launch(tmp_path, impl, "dapo", n, EXTRA["dapo"], fault=none) for n in (1, 2))
+    assert worst(weights(one), weights(two)) == 0
+    torch.testing.assert_close(
+        torch.tensor(metrics(one)), torch.tensor(metrics(two)), rtol=1e-6, atol=0, equal_nan=True
+    )
+
+
 def test_bfloat16_alone_takes_the_sharded_path(tmp_path, impl):
     """One GPU computes in bfloat16 with float32 masters: the same code, here on a CPU."""
     run = launch(tmp_path, impl, "grpo", 1, EXTRA["grpo"] + " --dtype bfloat16")
