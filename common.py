@@ -218,6 +218,8 @@ def start_processes(cfg):
         # Two hours: the others wait while rank 0 saves a large model.
         dist.init_process_group(backend, timeout=timedelta(hours=2))
         sys.excepthook = _die
+        if cfg.prompts_per_step < world():
+            fail(f"--prompts_per_step {cfg.prompts_per_step}: {world()} processes want one each")
     elif compute_dtype(cfg) != torch.float32:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -177,20 +177,31 @@ def test_resume_at_another_world_size(world, tmp_path, impl):
     assert worst(weights(again), weights(whole)) < 1e-5
 
 
-def test_a_rank_that_fails_takes_the_job_down(tmp_path, impl):
-    """Its message is shown and torchrun ends with an error, soon."""
+def fail_in_two(tmp_path, impl, lines, flags):
+    """What two processes print that start like grpo.py and then run these lines."""
     program = tmp_path / "broken.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(impl)!r})\n"
         "import common, grpo, torch.distributed as dist\n"
-        f"cfg = common.parse_args(grpo.Config, grpo.TINY, '{ARGV} --group_size 4'.split())\n"
-        "common.start_processes(cfg)\n"
-        "if common.rank() == 1:\n    raise RuntimeError('rank 1 is ill')\n"
-        "dist.barrier()\n"
+        f"argv = '{ARGV} --group_size 4 {flags}'.split()\n"
+        "cfg = common.parse_args(grpo.Config, grpo.TINY, argv)\n"
+        f"common.start_processes(cfg)\n{lines}\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          str(program)],
         capture_output=True, text=True, timeout=60, cwd=tmp_path,
     )
-    assert done.returncode != 0 and "rank 1 is ill" in done.stderr
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_a_rank_that_fails_takes_the_job_down(tmp_path, impl):
+    """Its message is shown and torchrun ends with an error, soon."""
+    ill = "if common.rank() == 1:\n    raise RuntimeError('rank 1 is ill')\ndist.barrier()"
+    assert "rank 1 is ill" in fail_in_two(tmp_path, impl, ill, "")
+
+
+def test_fewer_questions_than_processes_are_refused(tmp_path, impl):
+    said = fail_in_two(tmp_path, impl, "dist.barrier()", "--prompts_per_step 1 --minibatches 1")
+    assert "error: --prompts_per_step 1: 2 processes" in said and "failed:" not in said
