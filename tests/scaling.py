@@ -3,20 +3,20 @@
     python tests/scaling.py [--model tiny|26m] [--turns 2]
 
 The same global batch, all answers of one length, the steps of grpo.train() itself; turns alternate.
-FSDP and gloo work only in the two. gloo's share: the time of its collectives on rank 0 in one more
-step, with the profiler on. Wants two cores and nothing else on them.
+FSDP and gloo work only in the two. gloo's share: the time that rank 0 spends in collectives, with
+the wait for the other. Wants two cores and nothing else on them.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import bench
 
@@ -25,27 +25,37 @@ CASES = {  # one update of 128 rows of 36 + 48 tokens; of 64 rows of 36 + 224
     "26m": replace(bench.CASES["26m"], prompts=8, cap=224, micro=8),
 }
 STAGES = ("t_sample", "t_logp", "t_update")
-STEPS = 4  # one to warm up, two that count, one that is profiled
+STEPS = 3  # one to warm up, two that count
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_gather_object")
 
 
 def worker(name, folder):
     """Some steps as one of the processes; rank 0 prints a line of JSON."""
-    laps, profiler = [], profile(activities=[ProfilerActivity.CPU])
+    laps, inside = [], [0.0]
     torch.set_num_threads(1)
 
+    def timed(function):
+        def wrapper(*args, **kwargs):
+            start = time.perf_counter()
+            work = function(*args, **kwargs)
+            if hasattr(work, "wait"):
+                work.wait()
+            inside[0] += time.perf_counter() - start
+            return work
+        return wrapper
+
     def turn(run, batch, sampler):
-        laps.append(run.laps | {"t_rest": 0.0})
-        if len(laps) == STEPS - 1:
-            profiler.start()
+        laps.append(run.laps | {"gloo": inside[0]})
+        inside[0] = 0.0
         if len(laps) == STEPS:
-            profiler.stop()
-            events = profiler.profiler.kineto_results.events()
-            gloo = sum(e.duration_ns() for e in events if e.name().startswith("gloo:")) / 1e9
             if bench.common.rank() == 0:
-                mean = {k: np.mean([lap[k] for lap in laps[1:3]]) for k in STAGES}
-                print(json.dumps(mean | {"gloo": gloo / sum(laps[-1].values())}), flush=True)
+                print(json.dumps({k: np.mean([lap[k] for lap in laps[1:]]) for k in laps[0]}),
+                      flush=True)
             raise bench.Done
 
+    for module, names in ((torch.distributed, COLLECTIVES), (bench.common, ["full"])):
+        for function in names:
+            setattr(module, function, timed(getattr(module, function)))
     bench.ours(CASES[name], Path(folder), turn)
 
 
@@ -80,7 +90,8 @@ def main():
             ratio = np.array(a) / b
             print(f"{name} {stage:9} {np.median(a):7.2f} s, with two {np.median(b):7.2f} s: "
                   f"{np.median(ratio):.2f} x [{ratio.min():.2f} - {ratio.max():.2f}]")
-        print(f"{name} gloo: {np.median([two['gloo'] for _, two in turns]):.0%} of the step")
+        shares = [two["gloo"] / sum(two[stage] for stage in STAGES) for _, two in turns]
+        print(f"{name} gloo: {np.median(shares):.0%} of the step")
 
 
 if __name__ == "__main__":
