@@ -171,7 +171,7 @@ def draw_stages(ax, groups):
         ax.barh(range(len(groups)), seconds, 0.6, left=left, label=stage[2:], color=grey,
                 edgecolor="black", linewidth=0.5)
         left = left + seconds
-    ax.set_ylim(top=ax.get_ylim()[1] - 0.7)  # room for the key
+    ax.set(xlim=(0, 1.05 * left.max() or 1), ylim=(ax.get_ylim()[0], ax.get_ylim()[1] - 0.7))
     ax.legend(ncols=4, loc="upper left", frameon=False, borderpad=0, borderaxespad=0.2,
               handlelength=0.8, handletextpad=0.3, columnspacing=0.8, fontsize=7)
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import common
-
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) ?\b(ppo|grpo|dapo|gspo)\.py((?:\\\n|[^`\n#])*)")
@@ -71,6 +69,7 @@ def test_flags_exist():
     for command in COMMAND.findall(page.read_text())], ids=" ".join)
 def test_commands_are_taken(command, tmp_path, monkeypatch):
     """Every command line of a script that a README shows is one that it accepts."""
+    common = importlib.import_module("common")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     script, argv = importlib.import_module(command[0]), shlex.split(command[1].replace("\\\n", " "))
