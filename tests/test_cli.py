@@ -30,6 +30,7 @@ every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.k
 GOOD = b'{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n'
 ROWS = b"".join(GOOD.replace(b"1 + 1?", b"%d + 1?" % i) for i in range(20))  # no question twice
 NO_GOLD = b'{"question": "What is love?"}\n'
+LOOSE = b"".join(NO_GOLD.replace(b"love", b"love %d" % i) for i in range(20))
 
 SHORT = ("--data rows.jsonl --cold_start 0 --steps 1 --prompts_per_step 2 --minibatches 1 "
          "--max_new_tokens 16 --eval_size 2").split()  # trains for one step on next to nothing
@@ -323,19 +324,19 @@ def test_data_files_that_are_fine(content):
 
 @pytest.mark.parametrize("script", [grpo, gspo, ppo])
 def test_no_gold_is_needed_by_a_rule_about_form(script):
-    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    Path("loose.jsonl").write_bytes(LOOSE)
     script.train(parse(script, *SHORT, "--data", "loose.jsonl", "--reward", "marker_format"))
 
 
 def test_no_gold_is_needed_by_a_reward_model(reward_model):
-    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    Path("loose.jsonl").write_bytes(LOOSE)
     ppo.train(parse(ppo, *SHORT, "--data", "loose.jsonl", "--reward", "model",
                     "--reward_model", reward_model))
 
 
 def test_dynamic_sampling_needs_golds(refused):
     """It keeps the groups that are neither all right nor all wrong: without golds none is."""
-    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    Path("loose.jsonl").write_bytes(LOOSE)
     argv = [*SHORT, "--data", "loose.jsonl", "--reward", "marker_format"]
     assert "--no_dynamic_sampling" in refused(dapo, *argv)
     dapo.train(parse(dapo, *argv, "--no_dynamic_sampling"))
@@ -343,7 +344,7 @@ def test_dynamic_sampling_needs_golds(refused):
 
 def test_a_cold_start_needs_answers(refused):
     """Rows without one would teach to say nothing at all."""
-    Path("loose.jsonl").write_bytes(NO_GOLD * 20)
+    Path("loose.jsonl").write_bytes(LOOSE)
     line = refused(grpo, *SHORT, "--cold_start", 2, "--data", "loose.jsonl",
                    "--reward", "marker_format")
     assert "--cold_start" in line and "loose.jsonl" in line
