@@ -12,10 +12,10 @@ CPU, one thread a side, TRL 1.16. Bare: ours / theirs, TRL: theirs / ours.
 
 | model, against | setting                               | ratio              | n | bar     |
 |----------------|---------------------------------------|--------------------|---|---------|
-| tiny, bare     | 16 x 8 x 48 tokens, one update: step  | 0.95 [0.93 - 0.95] | 3 | <= 1.06 |
-|                | ... in two other runs                 | 0.96, 1.03         | 5 |         |
-|                | its rollout                           | 0.92 [0.85 - 0.93] | 3 | <= 1.02 |
-|                | ... in two other runs                 | 0.93, 1.02         | 5 |         |
+| tiny, bare     | 16 x 8 x 48 tokens, one update: step  | 0.78 [0.75 - 0.83] | 3 | <= 1.06 |
+|                | its rollout                           | 0.98 [0.86 - 1.05] | 3 | <= 1.02 |
+| 26m, bare      | 2 x 8 x 48 tokens, one update: step   | 0.91 [0.90 - 1.05] | 3 | <= 1.06 |
+|                | its rollout                           | 1.00 [0.96 - 1.14] | 3 | <= 1.02 |
 | tiny, TRL      | variable, 1 update, beta 0 / 0.04     | 1.94 / 1.98        | 3 | >= 1.8  |
 |                | variable, 4 updates, beta 0 / 0.04    | 1.86 / 1.82        | 3 | >= 1.8  |
 |                | fixed, 1 update, beta 0 / 0.04        | 1.16 / 1.12        | 3 | >= 1.05 |
