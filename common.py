@@ -702,8 +702,7 @@ def _response_states(model, input_ids, attention_mask, response_len, groups):
     """(N, response_len, hidden): the last hidden states, each one place before what it predicts."""
     place, width = positions(attention_mask), input_ids.shape[1] - response_len
     run, ids, mask = model.base_model, input_ids, attention_mask
-    alone = groups is None or len(groups.unique()) == len(groups)
-    if alone or (model.training and model.is_activation_checkpointing):  # which knows no cache
+    if groups is None or (model.training and model.is_activation_checkpointing):  # no cache there
         out = run(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)
         return out.last_hidden_state[:, width - 1 : -1]  # the state before a token predicts it
     numbers, group = groups.unique(return_inverse=True)
@@ -1008,6 +1007,7 @@ class Micro:
     prompt_len: int
     response_len: int
     mask: torch.Tensor  # (n, response_len) int64; all 0 in a dummy, which only keeps ranks in step
+    groups: torch.Tensor = None  # (n,) int64: equal where prompts are; None: each row has its own
 
     def take(self, x):
         """These rows of a per-sequence (N,) or per-token (N, T) tensor of the batch (or None)."""
@@ -1032,13 +1032,16 @@ def cut(batch, cfg):
             continue  # fewer answers than minibatches
         by_length = rows[lengths[rows].argsort(descending=True, stable=True)]
         shares = [_micros(batch, by_length[r :: world()], cfg.micro_tokens) for r in range(world())]
-        mine = shares[rank()]
-        for _ in range(max(map(len, shares)) - len(mine)):
-            dummy = _micro(batch, by_length[-1:])
-            dummy.mask = torch.zeros_like(dummy.mask)
-            mine.append(dummy)
+        dummy = _micro(batch, by_length[-1:])
+        dummy.mask = torch.zeros_like(dummy.mask)
+        most = max(map(len, shares))
+        shares = [share + [dummy] * (most - len(share)) for share in shares]
+        for together in zip(*shares):  # prompts run apart on all ranks or on none: FSDP would hang
+            if any(micro.groups is None for micro in together):
+                for micro in together:
+                    micro.groups = None
         tokens = int(batch.mask[rows].sum())
-        minibatches.append(SimpleNamespace(rows=rows, tokens=tokens, micros=mine))
+        minibatches.append(SimpleNamespace(rows=rows, tokens=tokens, micros=shares[rank()]))
     return minibatches
 
 
@@ -1059,7 +1062,11 @@ def _micros(batch, rows, micro_tokens):
 def _micro(batch, rows):
     prompt_len = int(batch.prompt_mask[rows].sum(-1).max())
     response_len = int(batch.mask[rows].sum(-1).max())
-    return Micro(rows, prompt_len, response_len, batch.mask[rows, :response_len])
+    prompts = torch.where(batch.prompt_mask[rows].bool(), batch.prompt_ids[rows], -1)
+    groups = prompts.unique(dim=0, return_inverse=True)[1]
+    if response_len == 1 or int(groups.max()) + 1 == len(rows):  # nothing to gain
+        groups = None
+    return Micro(rows, prompt_len, response_len, batch.mask[rows, :response_len], groups)
 
 
 def micro_input(batch, micro):
@@ -1072,10 +1079,10 @@ def micro_input(batch, micro):
 
 def micro_logps(model, batch, micro, cfg, entropy="value"):
     """`token_logps` of a micro-batch: (logp, entropy), each (n, micro.response_len)."""
-    ids, mask = micro_input(batch, micro)
-    prompts = torch.where(mask.bool(), ids, -1)[:, : micro.prompt_len]
-    groups = prompts.unique(dim=0, return_inverse=True)[1]
-    return token_logps(model, ids, mask, micro.response_len, cfg.temperature, entropy, groups)
+    inputs = micro_input(batch, micro)
+    return token_logps(
+        model, *inputs, micro.response_len, cfg.temperature, entropy, micro.groups
+    )
 
 
 @torch.no_grad()

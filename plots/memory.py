@@ -87,13 +87,14 @@ def backward(model, cfg, gpus, c, sharded):
 
     Per token a layer keeps: of each norm a float32 copy, the normalised one and the result; q, k, v
     (repeated to all heads) and the attention's output; four tensors of the MLP; a row of the mask.
-    Two more of the MLP's are made before the first of these are freed. A prompt that rows share runs
-    once (not with checkpointing, nor in a critic), and its keys and values are copied to each row.
+    Two more of the MLP's are made before the first of these are freed. A prompt that rows share
+    runs once (for sure on one GPU only; not with checkpointing, nor in a critic), its keys and
+    values are copied to each.
     """
     row = cfg.max_prompt_len + cfg.max_new_tokens
     rows = ceil(cfg.prompts_per_step * cfg.group_size / cfg.minibatches / gpus)
     rows = max(1, min(cfg.micro_tokens / row, rows))
-    once = model.head and not cfg.gradient_checkpointing
+    once = model.head and not cfg.gradient_checkpointing and gpus == 1
     prompts = min(rows, ceil(cfg.prompts_per_step / cfg.minibatches)) if once else rows
     tokens = rows * cfg.max_new_tokens + prompts * cfg.max_prompt_len
     lent = (rows - prompts) * cfg.max_prompt_len * 2 * c * model.attention

@@ -576,6 +576,19 @@ def test_cut_fills_the_budget(lengths, micro_tokens, expected):
     assert [len(micro.rows) for micro in minibatch.micros] == expected
 
 
+@pytest.mark.parametrize("asker, shared", [([0, 1, 0, 1], True), ([0, 1, 0, 2], False)])
+def test_prompts_run_once_on_all_ranks_or_on_none(play, asker, shared):
+    """Else one would pass through the sharded model more often than the other: both would hang."""
+    prompt, answers = torch.tensor(asker)[:, None] + torch.tensor([[3, 3]]), torch.ones(4, 5).long()
+    batch = common.Batch([0] * 4, [""] * 4, prompt, torch.ones_like(prompt), answers, answers)
+    for rank in (0, 1):
+        play(rank, 2)
+        ((micro,),) = (m.micros for m in common.cut(batch, settings()))
+        assert micro.rows.tolist() == [rank, rank + 2]
+        assert (micro.groups is not None) == shared
+        assert not shared or len(micro.groups.unique()) == 1
+
+
 def test_cut_trims_padding():
     """Sorted by length, long answers do not widen the short ones' micro-batch."""
     prompt_mask = torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 1], [0, 1, 1]])

@@ -164,10 +164,10 @@ def test_update(folder, monkeypatch, case):
     check_update(cfg, gpus, common.load_policy, loss, "policy", telling)
 
 
-@pytest.mark.parametrize("gpus, dtype", [(1, "float32"), (4, "bfloat16")])
-def test_update_of_shared_prompts(folder, gpus, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_of_shared_prompts(folder, dtype):
     cfg = replace(memory.config("grpo", ["--model", folder(DEEP)]), dtype=dtype, prompts_per_step=4,
-                  group_size=4 * gpus, minibatches=1, max_prompt_len=192, max_new_tokens=64)
+                  group_size=4, minibatches=1, max_prompt_len=192, max_new_tokens=64)
     ids, groups = torch.randint(1000, (16, 256)), torch.arange(16) // 4
     ids[:, :192] = ids[::4, :192].repeat_interleave(4, 0)
     mask = (torch.arange(256) >= 3 * (groups == 0)[:, None]).long()
@@ -175,7 +175,7 @@ def test_update_of_shared_prompts(folder, gpus, dtype):
     def loss(policy):
         return common.token_logps(policy, ids, mask, 64, groups=groups)[0].sum()
 
-    check_update(cfg, gpus, common.load_policy, loss, "policy", ["activations"])
+    check_update(cfg, 1, common.load_policy, loss, "policy", ["activations"])
 
 
 @pytest.mark.parametrize("gpus, dtype", [(1, "float32"), (4, "bfloat16")])
