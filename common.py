@@ -1036,7 +1036,7 @@ def cut(batch, cfg):
         dummy.mask = torch.zeros_like(dummy.mask)
         most = max(map(len, shares))
         shares = [share + [dummy] * (most - len(share)) for share in shares]
-        for together in zip(*shares):  # prompts run apart on all ranks or on none: FSDP would hang
+        for together in zip(*shares):  # run prompts once on all ranks or on none: FSDP would hang
             if any(micro.groups is None for micro in together):
                 for micro in together:
                     micro.groups = None
@@ -1592,7 +1592,7 @@ class Run:
                 (temporary / "state.json").write_text(json.dumps(self.state))
         if rank() == 0:
             for old in sorted(folder.parent.glob("step-*"))[: -self.cfg.keep]:
-                shutil.rmtree(old)
+                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
         self.checkpoint, self.saved_step = folder, self.step
 
     def finish(self, sampler, data):

@@ -1,6 +1,6 @@
 """Two processes of one thread against one: where does the time of a step go?
 
-    python tests/scaling.py [--model tiny|26m] [--turns 2]
+    python tests/scaling.py [--model tiny|26m|wide] [--turns 2]
 
 The same global batch, all answers of one length, the steps of grpo.train() itself; turns alternate.
 FSDP and gloo work only in the two. gloo's share: the time that rank 0 spends in collectives, with
@@ -14,15 +14,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 import bench
 
-CASES = {  # one update of 128 rows of 36 + 48 tokens; of 64 rows of 36 + 224
+CASES = {  # one update of 128 rows of 36 + 48 tokens; of 64 rows of 36 + 224; wide: sampling alone
     "tiny": replace(bench.CASES["tiny"], cap=48, micro=128),
     "26m": replace(bench.CASES["26m"], prompts=8, cap=224, micro=8),
+    "wide": replace(bench.CASES["26m"], prompts=32, cap=48),  # 256 rows
 }
 STAGES = ("t_sample", "t_logp", "t_update")
 STEPS = 3  # one to warm up, two that count
@@ -45,7 +47,7 @@ def worker(name, folder):
         return wrapper
 
     def turn(run, batch, sampler):
-        laps.append(run.laps | {"gloo": inside[0]})
+        laps.append(dict.fromkeys(STAGES, 0.0) | run.laps | {"gloo": inside[0]})
         inside[0] = 0.0
         if len(laps) == STEPS:
             if bench.common.rank() == 0:
@@ -53,6 +55,14 @@ def worker(name, folder):
                       flush=True)
             raise bench.Done
 
+    def rollouts(*args, rollout=bench.grpo.rollout, **kwargs):
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            rollout(*args, **kwargs)
+            turn(SimpleNamespace(laps={"t_sample": time.perf_counter() - start}), None, None)
+
+    if name == "wide":
+        bench.grpo.rollout = rollouts
     for module, names in ((torch.distributed, COLLECTIVES), (bench.common, ["full"])):
         for function in names:
             setattr(module, function, timed(getattr(module, function)))
@@ -84,7 +94,7 @@ def main():
     for name in [args.model] if args.model else CASES:
         folder = bench.make_folder(CASES[name].shape)
         turns = [[measure(name, folder, n) for n in (1, 2)] for _ in range(args.turns)]
-        for stage in (*STAGES, "step"):
+        for stage in ("t_sample",) if name == "wide" else (*STAGES, "step"):
             a, b = ([sum(turn[k][s] for s in ([stage] if stage in STAGES else STAGES))
                      for turn in turns] for k in (0, 1))
             ratio = np.array(a) / b

@@ -159,7 +159,7 @@ PLANTED = {  # problem -> an edit of the solution, and the mistake's name where 
                         "min where a loss needs max"),
     "common.response_mask": ("(stops.cumsum(-1) - stops == 0)", "(stops.cumsum(-1) == 0)",
                              "the end token itself left out"),
-    "common.head_logps": ("torch.float32)) / temperature", "torch.float32))",
+    "common.head_logps": ("logits if temperature == 1 else logits / temperature", "logits",
                           "temperature forgotten"),
     "rewards.extract_answer": ('text.rpartition("####")', 'text.partition("####")', ""),
 }

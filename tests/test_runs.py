@@ -228,17 +228,17 @@ def test_no_steps_only_evaluates(short, guesser, tmp_path, capsys):
 
 def test_text_that_the_terminal_cannot_show(short, tmp_path, monkeypatch):
     """A Windows console, or LANG=C: the run goes on, and samples.jsonl has the text in full."""
-    write_rows(tmp_path / "data/train.jsonl", [1, 2] * 10, "¿Cuántas monedas 😀?")
+    write_rows(tmp_path / "data/train.jsonl", [1, 2] * 10, "¿Cuántas monedas 😀 {}?")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     run("grpo", *short("grpo"), "--data", tmp_path / "data", "--steps", 1,
         "--out_dir", tmp_path / "run")
-    assert samples(tmp_path / "run")[0]["question"] == "¿Cuántas monedas 😀?"
+    assert "¿Cuántas monedas 😀" in samples(tmp_path / "run")[0]["question"]
 
 
 def test_the_cold_start_is_kept_for_the_same_lessons(tmp_path, capsys):
     """Other questions with the same answers are other lessons."""
-    write_rows(Path("cats.jsonl"), [1, 2] * 10, "How many cats?")
-    write_rows(Path("dogs.jsonl"), [1, 2] * 10, "How many dogs?")
+    write_rows(Path("cats.jsonl"), [1, 2] * 10, "How many cats, {}?")
+    write_rows(Path("dogs.jsonl"), [1, 2] * 10, "How many dogs, {}?")
     made = []
     for i, data in enumerate(["cats.jsonl", "dogs.jsonl", "cats.jsonl"]):
         run("grpo", "--data", data, *"--cold_start 1 --steps 0 --max_new_tokens 4".split(),
@@ -455,6 +455,16 @@ def wait_for(condition, process, seconds=300):
 
 def last_checkpoint(folder):
     return max([int(path.name[5:]) for path in folder.glob("checkpoints/step-*")], default=0)
+
+
+def test_a_kill_never_leaves_half_an_old_checkpoint(short, tmp_path, monkeypatch):
+    """What goes is no checkpoint any more when its first file goes; a resume clears it away."""
+    gone = []
+    monkeypatch.setattr(common.shutil, "rmtree", lambda path, **_: gone.append(Path(path).name))
+    run("grpo", *short("grpo"), "--steps", 3, "--keep", 1, "--out_dir", tmp_path / "run")
+    old = [name for name in gone if "step-" in name]
+    assert {".tmp-step-000001", ".tmp-step-000002"} <= set(old)
+    assert all(name.startswith(".tmp-") for name in old)
 
 
 def test_kill_9_at_random_moments(impl, short, tmp_path):
