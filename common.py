@@ -664,9 +664,9 @@ def token_logps(
     input_ids, attention_mask: (N, L) int64, prompts padded on the left, responses on the right.
     Returns (logp, entropy), each (N, response_len), float32 or wider; nats. `entropy` is that of
     the whole vocabulary: "value" (no gradient), "grad", or "off" (None is returned).
-    groups: (N,) int64; the prompt of rows of one number, the same for all of them, runs once, and
-    its keys and values are lent to each (but not with gradient checkpointing).
-    Cells whose attention_mask is 0 hold garbage. The transformer runs once, then the output head
+    groups: (N,) int64, equal where rows have the same prompt: it then runs once and lends its keys
+    and values to each of them (but not with gradient checkpointing). None: each row runs its own.
+    Cells whose attention_mask is 0 hold garbage. After the transformer, the output head
     runs on chunks of tokens which are computed again in backward: the (N, L, vocabulary) logits,
     8 GB for a 0.5B model's modest batch, never exist.
     """
@@ -709,18 +709,18 @@ def _response_states(model, input_ids, attention_mask, response_len, groups):
     one = torch.empty_like(numbers)  # a row of each group
     one[group] = torch.arange(len(group), device=group.device)
     cache, prompt = DynamicCache(config=model.config), (one, slice(width))
-    states = run(
+    last = run(  # of a prompt: the state that predicts the first token of each answer
         input_ids=ids[prompt], attention_mask=mask[prompt], position_ids=place[prompt],
         cache=cache, use_cache=True,
     ).last_hidden_state[group, -1:]
     if response_len == 1:
-        return states
+        return last
     cache.batch_select_indices(group)
     rest = run(
         input_ids=ids[:, width:-1], attention_mask=mask[:, :-1], position_ids=place[:, width:-1],
         cache=cache, use_cache=True,
     ).last_hidden_state
-    return torch.cat([states, rest], 1)
+    return torch.cat([last, rest], 1)
 
 
 def _head_logps(head, hidden, targets, temperature, entropy):
