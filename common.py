@@ -483,7 +483,7 @@ def _tiny_config(name, tokenizer):
 
 
 def _tiny_tokenizer():
-    """Words, runs of # and single symbols of the built-in questions and answers: 76 pieces."""
+    """Words, runs of # and single symbols of the built-in questions and answers: 69 pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|#+|[\s\S]"), "isolated")
@@ -566,7 +566,8 @@ def load_questions(cfg):
                 fail(f"{where}: without a gold answer nothing is right or wrong, which dynamic "
                      "sampling goes by; add --no_dynamic_sampling")
             rows[i] = SimpleNamespace(
-                question=row["question"], answer=str(row.get("answer", "")), gold=gold
+                question=row["question"], gold=gold,
+                answer="" if row.get("answer") is None else str(row["answer"]),
             )
     if not train:
         fail(f"--data {cfg.data}: nothing left to train on after holding out {len(heldout)} rows")
@@ -653,7 +654,7 @@ def questions_at(rows, cursor, count, seed):
 
 # --- log-probs -----------------------------------------------------------------------------------
 
-HEAD_FLOATS = 2**25  # logits alive at once: 134 MB, that is 220 tokens of a 152k vocabulary
+HEAD_FLOATS = 2**27  # logits kept whole: 0.5 GB, that is 883 tokens of a 152k vocabulary
 
 
 def token_logps(
@@ -666,9 +667,9 @@ def token_logps(
     the whole vocabulary: "value" (no gradient), "grad", or "off" (None is returned).
     groups: (N,) int64, equal where rows have the same prompt: it then runs once and lends its keys
     and values to each of them (but not with gradient checkpointing). None: each row runs its own.
-    Cells whose attention_mask is 0 hold garbage. After the transformer, the output head
-    runs on chunks of tokens which are computed again in backward: the (N, L, vocabulary) logits,
-    8 GB for a 0.5B model's modest batch, never exist.
+    Cells whose attention_mask is 0 hold garbage. Where the logits would be more than HEAD_FLOATS,
+    the output head runs on chunks of tokens which are computed again in backward: the whole
+    (N, L, vocabulary) tensor, 8 GB for a 0.5B model's modest batch, never exists.
     """
     run = getattr(model, "response_logps", None)  # a sharded model gathers weights in methods only
     arguments = (input_ids, attention_mask, response_len, temperature, entropy, groups)
@@ -679,21 +680,16 @@ def token_logps(
 
 def _response_logps(model, input_ids, attention_mask, response_len, temperature, entropy, groups):
     hidden = _response_states(model, input_ids, attention_mask, response_len, groups)
-    targets = input_ids[:, -response_len:]
+    hidden, targets = hidden.flatten(0, 1), input_ids[:, -response_len:].flatten()
     head = model.get_output_embeddings()
-    vocabulary = head.weight.shape[0]
-    chunks = hidden.reshape(-1, hidden.shape[-1]).split(max(1, HEAD_FLOATS // vocabulary))
-    labels = targets.reshape(-1).split(max(1, HEAD_FLOATS // vocabulary))
-    parts = []
-    for chunk, label in zip(chunks, labels):
-        if len(chunks) == 1:
-            parts.append(_head_logps(head, chunk, label, temperature, entropy))
-        else:
-            parts.append(
-                checkpoint(
-                    _head_logps, head, chunk, label, temperature, entropy, use_reentrant=False
-                )
-            )
+    most = HEAD_FLOATS // head.weight.shape[0]  # tokens
+    if len(targets) <= most:
+        return _head_logps(head, hidden, targets, temperature, entropy)
+    size, parts = max(1, most // 4), []
+    for chunk in zip(hidden.split(size), targets.split(size)):
+        parts.append(
+            checkpoint(_head_logps, head, *chunk, temperature, entropy, use_reentrant=False)
+        )
     logps, entropies = zip(*parts)
     return torch.cat(logps), None if entropy == "off" else torch.cat(entropies)
 
@@ -751,7 +747,7 @@ def response_mask(tokens, stop_ids):
 
 # --- sampling ------------------------------------------------------------------------------------
 
-CHUNK = 32  # tokens between two looks at which rows have finished
+CHUNK = 16  # tokens between two looks at which rows have finished
 
 
 class Sampler:
@@ -1118,6 +1114,8 @@ def micro_values(critic, batch, micro, after=False):
     V_t is read where token t is predicted, one position to the left of the token itself.
     """
     ids, mask = micro_input(batch, micro)
+    known = len(critic.get_input_embeddings().weight)  # a policy of its family may have more rows
+    ids = ids.clamp(max=known - 1)
     out = critic(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
     end = out.logits.shape[1] - (not after)
     values = out.logits[:, end - micro.response_len : end, 0]
@@ -1305,13 +1303,21 @@ class Scorer:
                 self.model = rewards.RewardModel(path, device(), compute_dtype(cfg))
             except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
                 fail(f"--reward_model {cfg.reward_model}: {str(error).splitlines()[0]}")
+            limit = getattr(self.model.model.config, "max_position_embeddings", None)
+            if limit and cfg.max_prompt_len + cfg.max_new_tokens > limit:
+                fail(f"--reward_model {cfg.reward_model} has {limit} positions, fewer than "
+                     f"--max_prompt_len {cfg.max_prompt_len} + --max_new_tokens "
+                     f"{cfg.max_new_tokens}: lower them")
 
     def __call__(self, batch):
         golds = [q.gold for q in batch.questions]
         scores = None
         if self.model:
             mine = my_share(list(zip(batch.questions, batch.texts)))
-            parts = [self.model([q.question for q, _ in mine], [text for _, text in mine])]
+            try:
+                parts = [self.model([q.question for q, _ in mine], [text for _, text in mine])]
+            except ValueError as error:
+                fail(f"--reward_model: {error}; lower --max_new_tokens")
             if world() > 1:
                 mine, parts = parts[0], [None] * world()
                 dist.all_gather_object(parts, mine)
@@ -1447,7 +1453,8 @@ class Run:
         """Listen to signals, measure where the run starts, show the bar, start the clock."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        say(f"run: {self.folder}")
+        say(f"run: {self.folder}; questions: {len(data.train)} to train on, "
+            f"{len(data.heldout)} held out, {len(data.test)} for a test")
         self.bar = tqdm(total=self.cfg.steps, initial=self.step, unit="step", disable=quiet())
         if self.step == 0:
             self.state["before"] = evaluate(sampler, data.heldout, self.cfg)
@@ -1490,15 +1497,15 @@ class Run:
         """
         stats = meter.result()
         row = {name: sum(v) / len(v) for name, v in stats.items()}
-        dropped = sampled and (len(sampled) - len(batch)) // self.cfg.group_size
         sampled = sampled or batch
+        self.state["right"] = self.state.get("right") or bool(sampled.correct.nansum() > 0)
         row |= {
             "step": self.step,
             "reward": sampled.rewards.mean().item(),
             "accuracy": sampled.correct.nanmean().item(),
             "truncated_frac": sampled.truncated.mean().item(),
             "response_len": sampled.mask.sum(-1).float().mean().item(),
-            "samples": len(sampled), "tokens": int(sampled.mask.sum()), "groups_dropped": dropped,
+            "samples": len(sampled), "tokens": int(sampled.mask.sum()),
             "expert_entropy": expert_entropy(sampler.model, sampled),
             "lr": self.optimizers["optimizer"][1].param_groups[0]["lr"],
         }
@@ -1513,7 +1520,8 @@ class Run:
         if result:
             self._say_accuracy("held-out", result)
         if result and len(batch):
-            self._show(batch, advantages)
+            self._show(batch, advantages if advantages.dim() == 1 else
+                       (advantages * batch.mask).sum(1) / batch.mask.sum(1))
         self.state["last"] = result or self.state.get("last")
         self.lap()
 
@@ -1545,19 +1553,19 @@ class Run:
                 sample = {
                     "step": self.step, "question": batch.questions[i].question,
                     "gold": batch.questions[i].gold, "completion": batch.texts[i],
-                    "reward": batch.rewards[i].item(), "advantage": advantages[i].mean().item(),
+                    "reward": batch.rewards[i].item(), "advantage": advantages[i].item(),
                 }
                 file.write(json.dumps(sample) + "\n")
         answer = " | ".join(batch.texts[0].strip().splitlines())[:300]
         say(f"  question: {batch.questions[0].question}\n  answer:   {answer}\n"
-            f"  reward {batch.rewards[0]:.2f}, advantage {advantages[0].mean():+.2f}")
+            f"  reward {batch.rewards[0]:.2f}, advantage {advantages[0]:+.2f}")
 
     def _health(self, row, first_kl):
         """Say once, in plain words, what is wrong with a run and which flag to change."""
         unhealthy = {
             "most answers are truncated: raise --max_new_tokens": row["truncated_frac"] > 0.5,
-            "every group has equal rewards, so nothing is learned: raise --group_size, or "
-            "--cold_start if nothing is ever right": row.get("tied_frac") == 1,
+            "every group of this step had equal rewards, so it taught nothing: raise --group_size, "
+            "or --cold_start if nothing is ever right": row.get("tied_frac") == 1,
             "entropy has collapsed, answers no longer differ: lower --lr or raise --temperature":
                 row.get("entropy", 1.0) < 0.005,
             "the ratio was not 1 before the first update: give --dtype float32 and report it":
@@ -1567,7 +1575,8 @@ class Run:
             "sampler and trainer disagree on log-probs: give --dtype float32":
                 row.get("sampler_gap", 0.0) > 0.5,
             "no answer was ever right: raise --cold_start, or check --reward and the data":
-                row["accuracy"] == 0 and row["reward"] <= 0 and self.step >= 3,
+                not self.state["right"] and row["accuracy"] == 0 and row["reward"] <= 0
+                and self.step >= 3,
         }
         for message in [m for m, bad in unhealthy.items() if bad and m not in self.warned]:
             self.warned.add(message)
@@ -1582,9 +1591,7 @@ class Run:
         with whole_folder(folder) as temporary:
             save_model(sampler, sampler.policy, temporary)
             for name, (model, optimizer) in self.optimizers.items():
-                tensors = optimizer_tensors(model, optimizer)
-                if rank() == 0:
-                    save_file(tensors, temporary / f"{name}.safetensors")
+                save_optimizer(model, optimizer, temporary / f"{name}.safetensors")
             if "critic_optimizer" in self.optimizers:
                 critic = self.optimizers["critic_optimizer"][0]
                 save_model(sampler, critic, temporary / "critic")
@@ -1623,12 +1630,13 @@ class Run:
                 f"{name} {before[key]:.3f} -> {after[key]:.3f}"
                 for name, key in (("greedy", "eval_accuracy"), ("sampled", "eval_sampled"))
             ))
+        folder, final, data = (shlex.quote(str(x)) for x in (self.folder, final, self.cfg.data))
         lines += [
             f"  {self.folder}/ holds metrics.csv, samples.jsonl, checkpoints and final/, the model",
             "next:",
-            f"  python plots/figures.py {self.folder}",
-            f"  python {self.script}.py --model {final} --steps 0",
-            f"  python {self.script}.py --resume --out_dir {self.folder} "
+            f"  python plots/figures.py {folder}",
+            f"  python {self.script}.py --model {final} --data {data} --steps 0",
+            f"  python {self.script}.py --resume --out_dir {folder} "
             f"--steps {2 * max(1, self.cfg.steps)}",
         ]
         say("\n".join(lines))
@@ -1718,15 +1726,16 @@ def _like(tensor, parameter):
     return tensor.to(parameter.device)
 
 
-def optimizer_tensors(model, optimizer):
-    """Optimizer state as whole CPU tensors on rank 0 ({} elsewhere), one parameter at a time."""
+def save_optimizer(model, optimizer, path):
+    """Write an optimizer's state as whole tensors; rank 0 gathers them, one parameter at a time."""
     tensors = {}
     for key, parameter in model.named_parameters():
         for part, value in optimizer.state[parameter].items():
             value = full(value)
             if rank() == 0:
                 tensors[f"{part}.{key}"] = value.cpu().contiguous()
-    return tensors
+    if rank() == 0:
+        save_file(tensors, path)
 
 
 def save_model(sampler, model, folder, final=False):

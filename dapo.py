@@ -188,13 +188,12 @@ def train(cfg):
     run, data, policy, sampler = common.set_up(cfg, __file__)
     optimizer = run.optimizer(policy, cfg.lr)
     score = common.Scorer(cfg)
-    full = cfg.prompts_per_step * cfg.group_size
     run.begin(sampler, data)
 
     while run.step < cfg.steps and not run.stopping():
         # 1 sample, 2 score: rounds, until P groups are neither all right nor all wrong -----------
-        sampled, kept = [], []
-        while len(sampled) < cfg.max_gen_rounds and sum(map(len, kept)) < full:
+        sampled, keep = [], []
+        while len(sampled) < cfg.max_gen_rounds and sum(keep) < cfg.prompts_per_step:
             questions, seed = run.next_questions(data.train), (run.step, len(sampled))
             batch = rollout(sampler, questions, cfg, seed)
             batch.rewards, batch.correct = score(batch)  # (N,) each
@@ -202,11 +201,12 @@ def train(cfg):
             if cfg.overlong_buffer:
                 limits = cfg.max_new_tokens, cfg.overlong_buffer
                 batch.rewards += soft_overlong_penalty(batch.mask.sum(1), *limits)
-            keep = keep_group(batch.correct.view(-1, cfg.group_size)) | (not cfg.dynamic_sampling)
+            mixed = keep_group(batch.correct.view(-1, cfg.group_size))  # (P,)
+            keep += (mixed | (not cfg.dynamic_sampling)).tolist()
             sampled.append(batch)
-            kept.append(batch.select(keep.repeat_interleave(cfg.group_size)))
         n, sampled = len(sampled), common.Batch.cat(sampled, sampler.pad)
-        batch = common.Batch.cat(kept, sampler.pad).head(full)  # surplus groups are thrown away
+        rows = torch.tensor(keep).repeat_interleave(cfg.group_size)
+        batch = sampled.select(rows).head(cfg.prompts_per_step * cfg.group_size)  # no surplus
         run.lap("t_sample")
 
         # 3 advantage: how much better than its own group -----------------------------------------
@@ -224,8 +224,7 @@ def train(cfg):
                 old = logp.detach() if on_policy else micro.take(old_logp)
                 weights = token_weights(micro.mask, total=minibatch.tokens)
                 if not cfg.token_mean:  # GRPO's: every answer counts alike
-                    lengths = micro.mask.sum(1, keepdim=True).clamp(min=1)
-                    weights = micro.mask / lengths / len(minibatch.rows)
+                    weights = micro.mask / micro.mask.sum(1, True).clamp(1) / len(minibatch.rows)
                 loss, stats = policy_loss(
                     logp, old, micro.take(advantages), micro.mask, weights,
                     cfg.clip_low, cfg.clip_high,
@@ -243,7 +242,8 @@ def train(cfg):
         run.state["step"] += 1
         result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
         tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
-        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied, gen_rounds=n)
+        drops = dict(gen_rounds=n, groups_dropped=keep.count(False))
+        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied, **drops)
         if run.due(cfg.save_every):
             run.save(sampler)
     run.finish(sampler, data)

@@ -12,7 +12,7 @@ Four models: policy, critic, reference, and a reward model unless a rule scores.
 
     python ppo.py                                                 a laptop: no download, 3 minutes
     python ppo.py --model Qwen2.5-0.5B                            one GPU, on GSM8K
-    torchrun --nproc_per_node 8 ppo.py --model Qwen2.5-7B --critic Qwen2.5-0.5B
+    torchrun --nproc_per_node 8 ppo.py --model Qwen2.5-7B --gradient_checkpointing
 """
 
 from dataclasses import dataclass

@@ -9,8 +9,9 @@ A part of a claim is a number per seed, mostly the difference of two arms on the
 margin. Over seeds we take its mean and 90 % interval (Student's t). *Seen*: the interval lies on
 the claimed side of the margin; *not seen*: on the other; *undecided*: astride, or a single seed. A
 claim is seen if all its parts are, not seen if one is not. `accuracy` is of the answers sampled in
-the last ten training steps (1,280 by default): in 40 steps no question comes twice (PPO: 31), so
-they are held out. What no metric of a run tells is measured in plots/measures.py.
+the last ten training steps (1,280 by default). In 40 steps RL asks no question twice (PPO: in 31);
+the cold start, the same in all arms but its own claim's, has seen them with a pupil's answers.
+What no metric of a run tells is measured in plots/measures.py.
 """
 
 import argparse

@@ -9,6 +9,7 @@ Writes accuracy.png and curves.png. A line is one label: a run, or its seeds' me
 import argparse
 import contextlib
 import json
+import sys
 import textwrap
 from pathlib import Path
 
@@ -21,11 +22,11 @@ ALGORITHMS = ["PPO", "GRPO", "DAPO", "GSPO"]  # among themselves they look the s
 # Okabe and Ito's colour-blind-safe palette, ordered so that the first four also differ in grey.
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#D55E00"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]  # one more than colours: 56 pairs, all different
-STAGES = {"t_sample": "0.25", "t_logp": "0.55", "t_update": "0.78", "t_rest": "0.97"}  # greys
+STAGES = {"t_sample": "0.25", "t_logp": "0.55", "t_update": "0.78"}  # greys
 PANELS = {  # the default picture in reading order: title, unit
     "eval_accuracy": ("Held-out accuracy", "% of questions"),
     "final_accuracy": ("Final held-out accuracy", "% of questions"),
-    "wall_clock": ("Wall clock", "minutes"),
+    "stage_time": ("Time in sampling, log-probs and update", "minutes"),
     "reward": ("Reward", "mean per answer"),
     "entropy": ("Entropy of the policy", "nats per token"),
     "ref_kl": ("KL to the reference", "nats per token"),
@@ -38,7 +39,7 @@ PANELS = {  # the default picture in reading order: title, unit
     "grad_norm": ("Gradient norm", "before clipping"),
     "t_total": ("Time per step", "seconds"),
     "mem_gb": ("Peak memory", "GB")}
-BARS = {"final_accuracy", "wall_clock", "t_total", "mem_gb"}
+BARS = {"final_accuracy", "stage_time", "t_total", "mem_gb"}
 
 matplotlib.rcParams.update({
     "font.size": 8, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
@@ -67,9 +68,7 @@ def load_run(path, label=None):
         raise ValueError(f"{file} has no numeric rows of steps" if names else f"{file} is empty")
     run = Run(zip(names.split(","), table.T))
     run["final_accuracy"] = run["eval_accuracy"]
-    stages = sum(np.nan_to_num(run[stage]) for stage in list(STAGES)[:3])
-    run["t_rest"] = np.maximum(run["t_total"] - stages, 0)
-    run["wall_clock"] = np.nancumsum(run["t_total"]) / 60 + 0 * run["t_total"]  # NaN stays NaN
+    run["stage_time"] = np.nancumsum(run["t_total"]) / 60 + 0 * run["t_total"]  # NaN stays NaN
     about = {}
     with contextlib.suppress(OSError, ValueError):  # drawn without its config.json too
         about = json.loads((path / "config.json").read_text())
@@ -77,6 +76,16 @@ def load_run(path, label=None):
     name = Path(about.get("script") or path.resolve().name.split("-")[0]).stem
     run.label = label or (name.upper() if name.upper() in ALGORITHMS else name)
     return run
+
+
+def load_runs(arguments):
+    """Runs of RUN or LABEL=RUN each. A folder of runs, met in `runs/*`, is left out, aloud."""
+    named = [("", "", run) if Path(run).exists() else run.rpartition("=") for run in arguments]
+    holders = [path for _, _, path in named if any(Path(path).glob("*/metrics.csv"))]
+    if holders and len(holders) < len(named):
+        print(f"left out, a folder of runs: {', '.join(holders)}", file=sys.stderr)
+        named = [run for run in named if run[2] not in holders]
+    return [load_run(path, label) for label, _, path in named]
 
 
 def group_runs(runs):
@@ -228,8 +237,7 @@ def main(argv=None):
     parser.add_argument("--smooth", type=int, default=0, help="trailing mean of N steps (0: none)")
     args = parser.parse_args(argv)
     try:
-        named = [("", "", run) if Path(run).exists() else run.rpartition("=") for run in args.runs]
-        runs = [load_run(path, label) for label, _, path in named]
+        runs = load_runs(args.runs)
         panels = choose_panels(runs, args.columns)
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as problem:

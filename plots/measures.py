@@ -65,7 +65,7 @@ def unsteadiness(run):
 def mixed_groups(run):
     """Share of the sampled groups with both right and wrong answers, last 10 steps."""
     groups = run["samples"][1:] / run.settings["group_size"]
-    return float((1 - run["groups_dropped"][1:] / groups)[-10:].mean())
+    return float((1 - run["groups_dropped"][1:] / groups)[-10:].mean())  # surplus ones are kept
 
 
 def hacked(run):

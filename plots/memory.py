@@ -104,8 +104,8 @@ def backward(model, cfg, gpus, c, sharded):
                            layer + lent / tokens)
     again = layer * cfg.gradient_checkpointing + 2 * c * (model.wide + model.hidden)
     answers, most = rows * cfg.max_new_tokens, common.HEAD_FLOATS // model.vocabulary
-    logits = min(answers, most) * model.vocabulary * bool(model.head)
     chunks = answers > most  # then gradients of the head add up: the old sum, the new part, the sum
+    logits = (most // 4 if chunks else answers) * model.vocabulary * bool(model.head)
     down = c * model.hidden * model.wide  # gradient of an MLP's last matrix, the first to come
     onward = 4 * model.layer * sharded  # a layer's gradients in float32, on their way to all ranks
     inner, ahead = model.outside + model.layer, model.layer * (gpus > 1)
@@ -205,8 +205,10 @@ def report(script, cfg, gpus, gb):
                  for parts in stages.values()]
         lines.append(f"  {part:24}" + "".join(f"{x:15.2f}" if x else " " * 15 for x in cells))
     answers, row = cfg.prompts_per_step * cfg.group_size, cfg.max_prompt_len + cfg.max_new_tokens
+    rounds = getattr(cfg, "max_gen_rounds", 1)
     change = None if peak(cfg, gpus) <= gb else remedy(cfg, gpus, gb) or "the model for a smaller"
-    lines += ["", f"tokens per step: {answers:,} answers x {row:,} = {answers * row:,} at most",
+    lines += ["", f"tokens per step: {answers:,} answers x {row:,} = {answers * row:,} at most"
+              + f", after sampling up to {rounds} times as many" * (rounds > 1),
               f"disk: {disk(cfg)[0]:.1f} GB a checkpoint, {cfg.keep} kept while one more is written"
               f"; final/ {disk(cfg)[1]:.1f} GB", "",
               f"does not fit in {gb:g} GB: change {change}" if change else f"fits in {gb:g} GB"]

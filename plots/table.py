@@ -8,7 +8,7 @@ Labels and seeds are those of plots/figures.py: runs of one script are seeds of 
 import sys
 
 import numpy as np
-from figures import group_runs, load_run
+from figures import group_runs, load_runs
 
 COLUMNS = {  # heading -> a number of one run
     "greedy, before": lambda run: first(run["eval_accuracy"]),
@@ -45,10 +45,11 @@ def cell(numbers):
 
 def main(arguments):
     """Print the markdown table."""
-    runs = []
-    for argument in arguments or sys.exit("usage: python plots/table.py RUN [RUN ...]"):
-        label, _, path = argument.rpartition("=")
-        runs.append(load_run(path, label or None))
+    try:
+        runs = load_runs(arguments or sys.exit("usage: python plots/table.py RUN [RUN ...]"))
+    except ValueError as problem:
+        print(f"table.py: {problem}", file=sys.stderr)
+        sys.exit(2)
     print("| | seeds | " + " | ".join(COLUMNS) + " |")
     print("|---" * (len(COLUMNS) + 2) + "|")
     for label, seeds in group_runs(runs).items():

@@ -489,6 +489,14 @@ def test_broken_reward_models(refused, reward_model, fault):
     assert f"--reward_model {reward_model}" in line
 
 
+def test_a_reward_model_with_too_few_positions(refused, reward_model):
+    """Before the first step, not at the first long answer."""
+    config = json.loads((reward_model / "config.json").read_text())
+    (reward_model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    line = refused(grpo, *SHORT, "--reward", "model", "--reward_model", reward_model)
+    assert f"--reward_model {reward_model}" in line and "40 positions" in line
+
+
 def test_critic_with_another_tokenizer(refused, folder, tmp_path):
     """Its values would be of other texts."""
     tokenizer = models.tiny_tokenizer()

@@ -187,6 +187,35 @@ def test_samples(whole, name):
         assert isinstance(row["reward"], float) and isinstance(row["advantage"], float)
 
 
+def test_the_advantage_in_a_sample_is_the_mean_of_its_own_tokens(short, tmp_path, monkeypatch):
+    """PPO has one a token; padding is none of them."""
+    given, log = [], common.Run.log
+
+    def note(run, batch, advantages, *args, **values):
+        given.append((batch, advantages))
+        log(run, batch, advantages, *args, **values)
+
+    monkeypatch.setattr(common.Run, "log", note)
+    run("ppo", *short("ppo"), "--out_dir", tmp_path / "run")
+    means = [advantages[i, batch.mask[i].bool()].mean().item() for batch, advantages in given[1::2]
+             for i in range(0, len(batch), max(1, len(batch) // 4))]
+    assert [row["advantage"] for row in samples(tmp_path / "run")] == pytest.approx(means)
+
+
+def test_groups_dropped_are_those_without_contrast(short, tmp_path, monkeypatch):
+    """Not those beyond the number a step wants."""
+    teach, keep_group = [], dapo.keep_group
+
+    def note(correct):
+        teach.append(keep_group(correct))
+        return teach[-1]
+
+    monkeypatch.setattr(dapo, "keep_group", note)
+    run("dapo", *short("dapo"), "--out_dir", tmp_path / "run")
+    dropped = [row["groups_dropped"] for row in metrics(tmp_path / "run")[1:]]
+    assert sum(map(float, dropped)) == sum((~mixed).sum().item() for mixed in teach)
+
+
 @every_script
 def test_checkpoints_kept(whole, name):
     """The newest --keep (2), and nothing unfinished beside them."""
