@@ -8,6 +8,7 @@ optimizer and cold start, evaluation, the run and its files.
 import copy
 import csv
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +45,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     HfArgumentParser,
-    LogitsProcessor,
 )
 
 import rewards
@@ -56,7 +56,7 @@ transformers.utils.logging.disable_progress_bar()
 # --- command line --------------------------------------------------------------------------------
 
 BUILTIN = ("tiny", "tiny-moe")
-MAY_CHANGE = {"resume", "steps", "save_every", "keep", "wandb"}  # on --resume
+MAY_CHANGE = {"out_dir", "resume", "steps", "save_every", "keep", "wandb"}  # on --resume
 
 
 def fail(message):
@@ -74,11 +74,6 @@ def say(message):
     if rank() == 0:
         encoding = sys.stdout.encoding or "utf-8"  # a console may lack a character
         tqdm.write(message.encode(encoding, "replace").decode(encoding))
-
-
-def quiet():
-    """For tqdm's `disable`: no bar on ranks above 0; None means none off a terminal either."""
-    return True if rank() > 0 else None
 
 
 def flag(default, help, allowed=""):
@@ -100,9 +95,7 @@ def parse_args(config_class, tiny, argv=None):
     defaults. Every value is checked against its field's range, then by `Config.check()`, which
     raises ValueError. Any fault ends the program with one line and exit status 2.
     """
-    argv = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
-    names = [f.name for f in fields(config_class)]
     parser = _Parser(config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]")
     peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides the defaults of --help
     peek.add_argument("--model", default=config_class.model)
@@ -111,9 +104,9 @@ def parse_args(config_class, tiny, argv=None):
         # A folder that a run saved has had its cold start.
         parser.set_defaults(**(tiny if model in BUILTIN else tiny | {"cold_start": 0}))
     cfg = config_class(**vars(parser.parse_args(argv)))
-    parser.set_defaults(**dict.fromkeys(names))
-    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     if cfg.resume:
+        parser.set_defaults(**dict.fromkeys(vars(cfg)))
+        given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
         cfg = _resumed(config_class, cfg, given)
     for f in fields(config_class):
         _check_range(f.name, getattr(cfg, f.name), f.metadata.get("metavar", ""))
@@ -170,9 +163,9 @@ def _resumed(config_class, cfg, given):
     if saved.keys() != {f.name for f in fields(config_class)}:
         fail(f"--resume: {cfg.out_dir} is a run of {script}.py, with other flags: resume it there")
     for name, value in given.items():
-        if name not in MAY_CHANGE | {"out_dir"} and saved.get(name) != value:
+        if name not in MAY_CHANGE and saved.get(name) != value:
             fail(f"--resume with --{name} {value}, but the run has {saved.get(name)}: leave it out")
-    return config_class(**saved | {k: given[k] for k in given if k in MAY_CHANGE | {"out_dir"}})
+    return config_class(**saved | {k: v for k, v in given.items() if k in MAY_CHANGE})
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -249,12 +242,23 @@ def sum_over_ranks(x):
     return x
 
 
-def from_rank0(value):
-    """Rank 0's value of a small Python object, on every rank."""
-    box = [value]
+def from_all_ranks(value):
+    """Every rank's value of a Python object, as a list in rank order, on every rank."""
+    values = [value] * world()
     if world() > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
+        dist.all_gather_object(values, value)
+    return values
+
+
+def my_share(items):
+    """This rank's consecutive part of a list; stacked in rank order the parts are the list."""
+    n = len(items)
+    return items[n * rank() // world() : n * (rank() + 1) // world()]
+
+
+def full(tensor):
+    """The whole tensor behind a sharded one (a collective: every rank calls it)."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def seed_all(*numbers):
@@ -263,7 +267,19 @@ def seed_all(*numbers):
     torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-# --- models --------------------------------------------------------------------------------------
+def peak_memory_gb():
+    """Peak memory of this process so far, GB: on the GPU if there is one, else resident."""
+    if device().type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e9 if sys.platform == "darwin" else 1e6)
+
+
+# --- models: load and save -----------------------------------------------------------------------
 
 
 def find_model(name, flag="model"):
@@ -292,27 +308,26 @@ def is_builtin(name):
         fail(f"--model {name}: config.json is not a JSON object")
 
 
-def from_pretrained(auto_class, path, **kwargs):
+def from_pretrained(auto_class, path, dtype=None, **changes):
     """`auto_class.from_pretrained(path)`: safetensors only, no remote code, no dropout.
 
     Dropout would make the ratio differ from 1 before the first update (GPT-2's 0.1: up to 245).
+    dtype None: of master weights. `changes` are to the config.
     """
+    # When sharded, keep the checkpoint's dtype: each layer becomes float32 on its own (see shard).
+    dtype = dtype or ("auto" if dist.is_initialized() else torch.float32)
     try:
         if auto_class is AutoTokenizer:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
-        loaded_dtype = config.dtype or torch.float32
-        if hasattr(config, "loaded_dtype"):  # of one of our checkpoints, itself in float32
-            loaded_dtype = getattr(torch, config.loaded_dtype)
-            del config.loaded_dtype
-        for name in kwargs.keys() & {"num_labels"}:
-            setattr(config, name, kwargs.pop(name))
+        came_in = str(config.dtype or torch.float32).removeprefix("torch.")
+        config.loaded_dtype = getattr(config, "loaded_dtype", came_in)  # our checkpoints' own
         model, report = auto_class.from_pretrained(
-            path, config=config, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True, **kwargs
+            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True,
         )
         new = ("score.", "classifier.")  # a critic's head: load_critic() sets it to zero
         missing = sorted(key for key in report["missing_keys"] if not key.startswith(new))
@@ -325,7 +340,6 @@ def from_pretrained(auto_class, path, **kwargs):
             "give --model FOLDER (or --model tiny, which needs nothing)"
         )
         fail(f"cannot load {auto_class.__name__} from {path}: {hint} [{reason}]")
-    model.loaded_dtype = loaded_dtype
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -365,10 +379,15 @@ def stop_ids(tokenizer, generation_config):
     return sorted(ids)
 
 
+def turn_end(tokenizer):
+    """The token id that ends a lesson: the chat template's end of turn, else the end of text."""
+    eos = tokenizer.eos_token_id
+    return next((i for i in stop_ids(tokenizer, GenerationConfig()) if i != eos), eos)
+
+
 def load_policy(path, cfg):
     """The trained model: float32 master weights, sharded unless one float32 process runs."""
-    model = from_pretrained(AutoModelForCausalLM, path, dtype=_load_dtype(cfg))
-    return _trainable(model, cfg)
+    return _trainable(from_pretrained(AutoModelForCausalLM, path), cfg)
 
 
 def load_critic(run, sampler, cfg):
@@ -381,26 +400,17 @@ def load_critic(run, sampler, cfg):
         fail(f"--critic {cfg.critic}: its tokenizer is not the policy's; name one of its family")
     fresh = run.checkpoint is None
     path = path if fresh else run.checkpoint / "critic"
-    critic = from_pretrained(
-        AutoModelForTokenClassification, path, dtype=_load_dtype(cfg), num_labels=1
-    )
-    head = getattr(critic, "score", None) or critic.classifier
+    critic = from_pretrained(AutoModelForTokenClassification, path, num_labels=1)
     if fresh:
-        torch.nn.init.zeros_(head.weight)
-        if head.bias is not None:
-            torch.nn.init.zeros_(head.bias)
+        for parameter in (getattr(critic, "score", None) or critic.classifier).parameters():
+            torch.nn.init.zeros_(parameter)
     return _trainable(critic, cfg)
 
 
 def load_frozen(path, cfg):
     """A plain copy in the compute dtype, never trained: the reference, or the sampler's weights."""
-    model = from_pretrained(AutoModelForCausalLM, path, dtype=compute_dtype(cfg))
+    model = from_pretrained(AutoModelForCausalLM, path, compute_dtype(cfg))
     return model.to(device()).eval().requires_grad_(False)
-
-
-def _load_dtype(cfg):
-    # When sharded, keep the checkpoint's dtype: each layer becomes float32 on its own (see below).
-    return "auto" if dist.is_initialized() else torch.float32
 
 
 def _trainable(model, cfg):
@@ -433,9 +443,66 @@ def shard(model, cfg):
     return model
 
 
-def full(tensor):
-    """The whole tensor behind a sharded one (a collective: every rank calls it)."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def save_model(sampler, model, folder, final=False):
+    """Write `model`'s whole weights in Hugging Face form, with the tokenizer; rank 0 writes.
+
+    float32, or, for the `final` policy, the dtype that it came in. The policy's generation_config
+    is the one that it came with, not the sampler's clean one.
+    """
+    dtype = getattr(torch, model.config.loaded_dtype) if final else torch.float32
+    once = {key for key, _ in [*model.named_parameters(), *model.named_buffers()]}  # tied: one name
+    tensors = gathered(
+        (key, value.to(dtype) if value.is_floating_point() else value)
+        for key, value in model.state_dict().items() if key in once
+    )
+    if rank() > 0:
+        return
+    model.save_pretrained(folder, state_dict=tensors)
+    if model is sampler.policy:
+        sampler.loaded_generation_config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype  # save_pretrained() notes the float32 of the master weights
+    if final:
+        del config.loaded_dtype  # which is for a resumed run
+    config.save_pretrained(folder)
+    sampler.tokenizer.save_pretrained(folder)
+
+
+def save_optimizer(model, optimizer, path):
+    """Write an optimizer's state as whole tensors."""
+    tensors = gathered(
+        (f"{part}.{key}", value) for key, parameter in model.named_parameters()
+        for part, value in optimizer.state[parameter].items()
+    )
+    if rank() == 0:
+        save_file(tensors, path)
+
+
+def gathered(named):
+    """(name, maybe sharded tensor) pairs -> {name: whole CPU tensor} on rank 0, {} elsewhere."""
+    tensors = {}
+    for name, tensor in named:  # one at a time; a collective
+        tensor = full(tensor)
+        if rank() == 0:
+            tensors[name] = tensor.cpu().contiguous()
+    return tensors
+
+
+@contextmanager
+def whole_folder(folder):
+    """Write a folder under a temporary name, renamed when complete: it is never half there.
+
+    Every rank may enter; rank 0 makes and renames, and the others leave after it.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    if rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+        temporary.mkdir(parents=True)
+    yield temporary
+    if rank() == 0:
+        os.replace(temporary, folder)
+    if world() > 1:
+        dist.barrier()
 
 
 # --- the built-in model --------------------------------------------------------------------------
@@ -450,12 +517,11 @@ def builtin_folder(cfg):
     config = _tiny_config(cfg.model, tokenizer)
     lessons = cold_start_lessons(encode(tokenizer, load_questions(cfg).train, cfg, ""), cfg)
     pieces = sorted(tokenizer.get_vocab().items())
-    recipe = [config.to_dict(), pieces, cfg.seed, cfg.cold_start, cold_start_lr(cfg)]
+    recipe = [config.to_dict(), pieces, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
     taught = [(lesson.question, lesson.answer) for lesson in lessons]
     text = repr([recipe, taught, torch.__version__])
-    home = _cache_home()
-    folder = home / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    with FileLock(home / f"{folder.name}.lock"):
+    folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             say(f"making the {cfg.model} model and its cold start, once: {folder}")
             seed_all(cfg.seed, "init")
@@ -488,8 +554,7 @@ def _tiny_tokenizer():
 
     split = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|#+|[\s\S]"), "isolated")
     corpus = [PLAIN_PROMPT.format(question="", instruction="") + " wait\nwait 0123456789+-*=."]
-    rows = [row for part in rewards.words_split() for row in part]
-    corpus += [f"Question: {row['question']}" + row["answer"] for row in rows]
+    corpus += [f"Question: {r['question']}{r['answer']}" for r in sum(rewards.words_split(), [])]
     pieces = sorted({piece for text in corpus for piece, _ in split.pre_tokenize_str(text)})
     vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -505,30 +570,12 @@ def _cache_home():
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanopo"
     try:
         home.mkdir(parents=True, exist_ok=True)
-        (home / f".probe-{os.getpid()}").touch()
-        (home / f".probe-{os.getpid()}").unlink()
+        tempfile.TemporaryFile(dir=home).close()
     except OSError:
         home = Path(tempfile.gettempdir()) / f"nanopo-cache-{os.getuid()}"
         home.mkdir(mode=0o700, exist_ok=True)
         say(f"notice: the user's cache folder is read-only, using {home}")
     return home
-
-
-@contextmanager
-def whole_folder(folder):
-    """Write a folder under a temporary name, renamed when complete: it is never half there.
-
-    Every rank may enter; rank 0 makes and renames, and the others leave after it.
-    """
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    if rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        temporary.mkdir(parents=True)
-    yield temporary
-    if rank() == 0:
-        os.replace(temporary, folder)
-    if world() > 1:
-        dist.barrier()
 
 
 # --- questions -----------------------------------------------------------------------------------
@@ -589,7 +636,7 @@ def _read_data(name):
     hub = "openai/gsm8k" if name == "gsm8k" else name
     try:
         parts = datasets.load_dataset(hub, "main")
-        return [dict(row) for row in parts["train"]], [dict(row) for row in parts["test"]]
+        return parts["train"].to_list(), parts["test"].to_list()
     except (OSError, ValueError, LookupError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         fail(f"--data {name}: can't be loaded; offline, give a .jsonl file or a folder with "
@@ -621,8 +668,8 @@ def _read_jsonl(path):
 def encode(tokenizer, rows, cfg, name="questions"):
     """Set each row's `prompt_ids`; drop (and count) the rows longer than --max_prompt_len."""
     builtin = cfg.data == "words" and is_builtin(cfg.model)
+    instruction = "" if builtin else f"\n{INSTRUCTION}"
     for row in rows:
-        instruction = "" if builtin else f"\n{INSTRUCTION}"
         if tokenizer.chat_template:
             row.prompt_ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": row.question + instruction}],
@@ -657,6 +704,21 @@ def questions_at(rows, cursor, count, seed):
 HEAD_FLOATS = 2**27  # logits kept whole: 0.5 GB, that is 883 tokens of a 152k vocabulary
 
 
+def response_mask(tokens, stop_ids):
+    """(N, T) int64: 1 up to and including the first of `stop_ids` in each row, 0 after it.
+
+    tokens: (N, T) int64. Never built from `tokens != pad`, which would unmask the end token of
+    every model whose pad token is its end token.
+    """
+    stops = torch.isin(tokens, torch.as_tensor(stop_ids, device=tokens.device)).long()
+    return (stops.cumsum(-1) - stops == 0).long()
+
+
+def positions(attention_mask):
+    """(N, L) position ids that start at 0 on the first real token: padding must not shift them."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
 def token_logps(
     model, input_ids, attention_mask, response_len, temperature=1.0, entropy="value", groups=None
 ):
@@ -671,9 +733,9 @@ def token_logps(
     the output head runs on chunks of tokens which are computed again in backward: the whole
     (N, L, vocabulary) tensor, 8 GB for a 0.5B model's modest batch, never exists.
     """
-    run = getattr(model, "response_logps", None)  # a sharded model gathers weights in methods only
-    arguments = (input_ids, attention_mask, response_len, temperature, entropy, groups)
-    logp, entropies = run(*arguments) if run else _response_logps(model, *arguments)
+    # A sharded model gathers its weights in registered methods only: see shard().
+    run = getattr(model, "response_logps", MethodType(_response_logps, model))
+    logp, entropies = run(input_ids, attention_mask, response_len, temperature, entropy, groups)
     shape = (len(input_ids), response_len)
     return logp.view(shape), None if entropy == "off" else entropies.view(shape)
 
@@ -685,12 +747,11 @@ def _response_logps(model, input_ids, attention_mask, response_len, temperature,
     most = HEAD_FLOATS // head.weight.shape[0]  # tokens
     if len(targets) <= most:
         return _head_logps(head, hidden, targets, temperature, entropy)
-    size, parts = max(1, most // 4), []
-    for chunk in zip(hidden.split(size), targets.split(size)):
-        parts.append(
-            checkpoint(_head_logps, head, *chunk, temperature, entropy, use_reentrant=False)
-        )
-    logps, entropies = zip(*parts)
+    size = max(1, most // 4)
+    logps, entropies = zip(*(
+        checkpoint(_head_logps, head, *chunk, temperature, entropy, use_reentrant=False)
+        for chunk in zip(hidden.split(size), targets.split(size))
+    ))
     return torch.cat(logps), None if entropy == "off" else torch.cat(entropies)
 
 
@@ -730,21 +791,6 @@ def _head_logps(head, hidden, targets, temperature, entropy):
         return logp, -(log_probs.exp() * log_probs).sum(-1)
 
 
-def positions(attention_mask):
-    """(N, L) position ids that start at 0 on the first real token: padding must not shift them."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def response_mask(tokens, stop_ids):
-    """(N, T) int64: 1 up to and including the first of `stop_ids` in each row, 0 after it.
-
-    tokens: (N, T) int64. Never built from `tokens != pad`, which would unmask the end token of
-    every model whose pad token is its end token.
-    """
-    stops = torch.isin(tokens, torch.as_tensor(stop_ids, device=tokens.device)).long()
-    return (stops.cumsum(-1) - stops == 0).long()
-
-
 # --- sampling ------------------------------------------------------------------------------------
 
 CHUNK = 16  # tokens between two looks at which rows have finished
@@ -763,7 +809,7 @@ class Sampler:
         self.pad = tokenizer.pad_token_id
         self.model = load_frozen(path, cfg) if dist.is_initialized() else policy
         self.stop_ids = stop_ids(tokenizer, self.model.generation_config)
-        self.loaded_generation_config = copy.deepcopy(self.model.generation_config)
+        self.loaded_generation_config = self.model.generation_config
         # A checkpoint's own top_k, top_p, penalties leak into every call unless they are replaced;
         # unset, top_k would be 50.
         self.model.generation_config = self._config(1)
@@ -782,19 +828,19 @@ class Sampler:
         ids = torch.tensor([[self.stop_ids[0]] * 3], device=device())
         training = self.model.training
         self.model.eval()
-        if not torch.isfinite(self.model(input_ids=ids).logits).all():
+        logits = self.model(input_ids=ids).logits
+        if not torch.isfinite(logits).all():
             fail(f"--model {self.cfg.model}: its logits are not finite; are its weights damaged?")
         config = self._config(2)
         config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
         seed_all("check")
         ones = torch.ones_like(ids)
         out = self.model.generate(ids, attention_mask=ones, generation_config=config)
-        for scores, logits in zip(out.scores, out.logits):
-            if not torch.allclose(scores, logits / self.cfg.temperature):
+        for scores, raw in zip(out.scores, out.logits):
+            if not torch.allclose(scores, raw / self.cfg.temperature):
                 fail(f"--model {self.cfg.model}: generate() changes the logits before sampling")
         logp, _ = token_logps(self.model, ids, ones, 2, entropy="off")
-        logits = self.model(input_ids=ids).logits[:, :-1]
-        whole = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        whole = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         rounding = 1e-4 if logits.dtype == torch.float32 else 0.2
         capped = getattr(self.model.config, "final_logit_softcapping", None)
         if capped or not torch.allclose(logp, whole, atol=rounding):
@@ -812,7 +858,7 @@ class Sampler:
 
     def encode(self, questions):
         """Questions -> (prompt_ids, prompt_mask), each (P, longest) int64, padded on the left."""
-        return left_padded([q.prompt_ids for q in questions], self.pad)
+        return padded([q.prompt_ids for q in questions], self.pad)
 
     def decode(self, tokens, mask):
         """(N, T) tokens -> N texts without special tokens. Ids beyond the tokenizer become ''."""
@@ -839,15 +885,16 @@ class Sampler:
         parts, recorder = [], _Recorder(record, self.cfg.temperature)
         for ids, mask in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
             width = int(mask.sum(-1).max())
-            parts.append(
-                self._generate(ids[:, -width:], mask[:, -width:], group_size, greedy, recorder)
-            )
+            ids, mask = ids[:, -width:], mask[:, -width:]
+            watch = [recorder] if record and not parts else None
+            parts.append(self._generate(ids, mask, group_size, greedy, watch))
         self.model.train(training)
         tokens = pad_cat(parts, self.pad)
         return tokens, recorder.result(tokens.shape)
 
-    def _generate(self, ids, mask, group_size, greedy, recorder):
-        """One prefill per prompt, then chunks of tokens; rows that have finished leave."""
+    def _generate(self, ids, mask, group_size, greedy, watch):
+        """One prefill per prompt, then chunks of tokens; rows that have finished leave. `watch`:
+        logits processors of the first chunk."""
         cache = DynamicCache(config=self.model.config)
         if ids.shape[1] > 1:  # all but the last prompt token, which generate() feeds itself
             self.model.base_model(
@@ -857,17 +904,13 @@ class Sampler:
             cache.batch_repeat_interleave(group_size)
         ids, mask = ids.repeat_interleave(group_size, 0), mask.repeat_interleave(group_size, 0)
         tokens = ids.new_full((len(ids), self.cfg.max_new_tokens), self.pad)
-        alive = torch.arange(len(ids), device=ids.device)
-        stops = torch.tensor(self.stop_ids, device=ids.device)
-        done = 0
+        alive, done = torch.arange(len(ids), device=ids.device), 0
         while len(alive) and done < self.cfg.max_new_tokens:
+            config = self._config(min(CHUNK, self.cfg.max_new_tokens - done), greedy)
             try:
                 new = self.model.generate(
-                    ids, attention_mask=mask, cache=cache,
-                    generation_config=self._config(
-                        min(CHUNK, self.cfg.max_new_tokens - done), greedy
-                    ),
-                    logits_processor=recorder.pop(),
+                    ids, attention_mask=mask, cache=cache, generation_config=config,
+                    logits_processor=None if done else watch,
                 )[:, ids.shape[1] :]
             except RuntimeError as error:
                 if "probability tensor" not in str(error):
@@ -877,24 +920,18 @@ class Sampler:
             tokens[alive, done : done + new.shape[1]] = new
             done += new.shape[1]
             ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-            going = (~torch.isin(new, stops).any(1)).nonzero()[:, 0]
+            going = self.truncated(new).nonzero()[:, 0]
             if len(going) < len(alive):
                 ids, mask, alive = ids[going], mask[going], alive[going]
                 cache.batch_select_indices(going)
         return tokens[:, :done]
 
 
-class _Recorder(LogitsProcessor):
+class _Recorder:
     """Notes the log-probs that `generate` gave to the tokens of its first rows, for one chunk."""
 
     def __init__(self, rows, temperature):
         self.rows, self.temperature, self.logps, self.previous = rows, temperature, [], None
-        self.fresh = rows > 0
-
-    def pop(self):
-        """Itself for the first call of `generate`, nothing afterwards."""
-        fresh, self.fresh = self.fresh, False
-        return [self] if fresh else None
 
     def __call__(self, input_ids, logits):
         if self.previous is not None:
@@ -918,11 +955,10 @@ def pad_cat(parts, value, left=False):
     return torch.cat(parts)
 
 
-def left_padded(prompts, pad):
-    """Lists of token ids -> (ids, mask), each (P, longest) int64 on this rank's device."""
-    rows = [torch.tensor(p, device=device())[None] for p in prompts]
-    ids = pad_cat(rows, pad, left=True)
-    return ids, pad_cat([torch.ones_like(r) for r in rows], 0, left=True)
+def padded(rows, pad, left=True):
+    """Lists of token ids -> (ids, mask), each (N, longest) int64 on this rank's device."""
+    rows = [torch.tensor(row, device=device())[None] for row in rows]
+    return pad_cat(rows, pad, left), pad_cat([torch.ones_like(row) for row in rows], 0, left)
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -948,8 +984,7 @@ class Batch:
 
     def each(self, function):
         """A batch of `function(name, value)` of every field that is set."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: None if v is None else function(k, v) for k, v in values.items()})
+        return Batch(**{k: v if v is None else function(k, v) for k, v in vars(self).items()})
 
     @classmethod
     def cat(cls, batches, pad):
@@ -984,15 +1019,7 @@ def gather(batch, pad):
     and decisions are plain local arithmetic from here on, and the ranks can't disagree."""
     if world() == 1:
         return batch
-    parts = [None] * world()
-    dist.all_gather_object(parts, batch.to("cpu"))
-    return Batch.cat(parts, pad).to(device())
-
-
-def my_share(items):
-    """This rank's consecutive part of a list; stacked in rank order the parts are the list."""
-    n = len(items)
-    return items[n * rank() // world() : n * (rank() + 1) // world()]
+    return Batch.cat(from_all_ranks(batch.to("cpu")), pad).to(device())
 
 
 @dataclass
@@ -1030,14 +1057,13 @@ def cut(batch, cfg):
         shares = [_micros(batch, by_length[r :: world()], cfg.micro_tokens) for r in range(world())]
         dummy = _micro(batch, by_length[-1:])
         dummy.mask = torch.zeros_like(dummy.mask)
-        most = max(map(len, shares))
-        shares = [share + [dummy] * (most - len(share)) for share in shares]
-        for together in zip(*shares):  # run prompts once on all ranks or on none: FSDP would hang
-            if any(micro.groups is None for micro in together):
-                for micro in together:
+        turns = list(itertools.zip_longest(*shares, fillvalue=dummy))  # a micro of each rank
+        for turn in turns:  # run prompts once on all ranks or on none: FSDP would hang
+            if any(micro.groups is None for micro in turn):
+                for micro in turn:
                     micro.groups = None
-        tokens = int(batch.mask[rows].sum())
-        minibatches.append(SimpleNamespace(rows=rows, tokens=tokens, micros=shares[rank()]))
+        tokens, micros = int(batch.mask[rows].sum()), [turn[rank()] for turn in turns]
+        minibatches.append(SimpleNamespace(rows=rows, tokens=tokens, micros=micros))
     return minibatches
 
 
@@ -1068,44 +1094,14 @@ def _micro(batch, rows):
 def micro_input(batch, micro):
     """(input_ids, attention_mask) of a micro-batch, each (n, prompt_len + response_len) int64."""
     prompt = slice(batch.prompt_ids.shape[1] - micro.prompt_len, None)
-    mask = batch.mask[micro.rows, : micro.response_len]
     ids = torch.cat([batch.prompt_ids[micro.rows, prompt], micro.take(batch.tokens)], 1)
-    return ids, torch.cat([batch.prompt_mask[micro.rows, prompt], mask], 1)
+    return ids, torch.cat([batch.prompt_mask[micro.rows, prompt], micro.take(batch.mask)], 1)
 
 
 def micro_logps(model, batch, micro, cfg, entropy="value"):
     """`token_logps` of a micro-batch: (logp, entropy), each (n, micro.response_len)."""
     inputs = micro_input(batch, micro)
-    return token_logps(
-        model, *inputs, micro.response_len, cfg.temperature, entropy, micro.groups
-    )
-
-
-@torch.no_grad()
-def whole(cuts, shape, function):
-    """`function(micro) -> (n, t)` over all micro-batches, put together as (N, T) on every rank.
-
-    Each rank fills the rows it owns; masked cells are 0. None of an empty batch.
-    """
-    out = None
-    for micro in (m for minibatch in cuts for m in minibatch.micros):
-        values = function(micro)
-        if out is None:
-            out = values.new_zeros(shape)
-        out[micro.rows, : micro.response_len] += torch.where(micro.mask.bool(), values, 0.0)
-    return None if out is None else sum_over_ranks(out)
-
-
-def whole_logps(model, batch, cuts, cfg):
-    """(N, T) log-probs of the whole batch under `model`, computed in the cut of the update."""
-    logps = lambda micro: micro_logps(model, batch, micro, cfg, "off")[0]  # noqa: E731
-    return whole(cuts, batch.mask.shape, logps)
-
-
-def whole_values(critic, batch, cuts, after=False):
-    """(N, T) values of the whole batch, computed in the cut of the update; see `micro_values`."""
-    values = lambda micro: micro_values(critic, batch, micro, after)  # noqa: E731
-    return whole(cuts, batch.mask.shape, values)
+    return token_logps(model, *inputs, micro.response_len, cfg.temperature, entropy, micro.groups)
 
 
 def micro_values(critic, batch, micro, after=False):
@@ -1122,11 +1118,35 @@ def micro_values(critic, batch, micro, after=False):
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+@torch.no_grad()
+def whole(cuts, shape, function):
+    """`function(micro) -> (n, t)` over all micro-batches, put together as (N, T) on every rank.
+
+    Each rank fills the rows it owns; masked cells are 0. None of an empty batch.
+    """
+    out = None
+    for micro in (m for minibatch in cuts for m in minibatch.micros):
+        values = function(micro)
+        out = values.new_zeros(shape) if out is None else out
+        out[micro.rows, : micro.response_len] += torch.where(micro.mask.bool(), values, 0.0)
+    return None if out is None else sum_over_ranks(out)
+
+
+def whole_logps(model, batch, cuts, cfg):
+    """(N, T) log-probs of the whole batch under `model`, computed in the cut of the update."""
+    return whole(cuts, batch.mask.shape, lambda m: micro_logps(model, batch, m, cfg, "off")[0])
+
+
+def whole_values(critic, batch, cuts, after=False):
+    """(N, T) values of the whole batch, computed in the cut of the update; see `micro_values`."""
+    return whole(cuts, batch.mask.shape, lambda m: micro_values(critic, batch, m, after))
+
+
 class Meter:
     """Statistics of a rollout step: sums over micro-batches and ranks, one per optimizer step."""
 
     def __init__(self):
-        self.sums, self.now, self.local, self.largest_gap = [], {}, [], 0.0
+        self.steps, self.now, self.largest_gap = [], {}, 0.0
 
     def add(self, **stats):
         """Add a micro-batch's 0-d tensors (weighted like the loss, so that they sum to a mean)."""
@@ -1140,22 +1160,21 @@ class Meter:
 
     def step(self, **values):
         """End of an optimizer step; `values` are floats that are the same on all ranks."""
-        self.sums.append(self.now)
-        self.local.append(values)
+        self.steps.append((self.now, values))
         self.now = {}
 
     def result(self):
         """Name -> list of floats, one per optimizer step, over all ranks (a collective)."""
-        if not self.sums:  # nothing was trained on
+        if not self.steps:  # nothing was trained on
             return {}
-        names = list(self.sums[0])
-        table = torch.stack([torch.stack([s[n] for n in names]) for s in self.sums])
-        lists = dict(zip(names, sum_over_ranks(table).T.tolist()))
+        sums, local = zip(*self.steps)
+        table = torch.stack([torch.stack([s[n] for n in sums[0]]) for s in sums])
+        lists = dict(zip(sums[0], sum_over_ranks(table).T.tolist()))
         gap = torch.as_tensor(self.largest_gap, device=device())
         if world() > 1:
             dist.all_reduce(gap, dist.ReduceOp.MAX)
         lists["sampler_gap"] = [gap.item()]
-        return lists | {n: [v[n] for v in self.local] for n in self.local[0]}
+        return lists | {n: [v[n] for v in local] for n in local[0]}
 
 
 # --- optimizer and cold start --------------------------------------------------------------------
@@ -1163,8 +1182,7 @@ class Meter:
 
 def make_optimizer(model, lr):
     """AdamW without weight decay: only the reward moves the weights."""
-    groups = [{"params": list(model.parameters()), "initial_lr": lr}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.999), weight_decay=0.0)
 
 
 def optimizer_step(model, optimizer, max_grad_norm, scale):
@@ -1177,7 +1195,7 @@ def optimizer_step(model, optimizer, max_grad_norm, scale):
         fail("the loss or its gradient is not finite: stopped before it reached the weights. Go on "
              "from the last checkpoint with --resume, or start again with a lower --lr")
     (group,) = optimizer.param_groups
-    group["lr"] = group["initial_lr"] * scale
+    group["lr"] = optimizer.defaults["lr"] * scale
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()
@@ -1192,11 +1210,6 @@ def warmup(optimizer, steps):
 COLD_BATCH = 32  # answers per cold-start step
 
 
-def cold_start_lr(cfg):
-    """--cold_start_lr, or 20 times --lr."""
-    return cfg.cold_start_lr or 20 * cfg.lr
-
-
 def cold_start_lessons(rows, cfg):
     """Rows with an answer to imitate, in training order: the pupil's on the built-in problems
     (see `rewards.sloppy_pupil`), elsewhere the file's own worked solutions."""
@@ -1209,26 +1222,20 @@ def cold_start_lessons(rows, cfg):
             answer = rewards.without_annotations(row.answer)
             if not answer.strip():
                 fail(f"--cold_start {cfg.cold_start}: a row of {cfg.data} has no answer to imitate")
-        lessons.append(SimpleNamespace(question=row.question, gold=row.gold, answer=answer))
+        lessons.append(SimpleNamespace(**vars(row) | {"answer": answer}))
     return lessons
 
 
 def cold_start(model, tokenizer, lessons, cfg):
     """Supervised steps on `lessons`: token-mean cross-entropy, 20 steps of warm-up, then linear
     to a tenth of the learning rate. Without some right answers there is nothing to reinforce."""
-    optimizer = make_optimizer(model, cold_start_lr(cfg))
-    end = turn_end(tokenizer)
-    steps = range(cfg.cold_start)
-    for step in tqdm(steps, "cold start", unit="step", disable=quiet(), leave=False):
-        rows = encode(tokenizer, lessons[step * COLD_BATCH :][:COLD_BATCH], cfg)
-        prompt_ids, prompt_mask = left_padded([r.prompt_ids for r in rows], tokenizer.pad_token_id)
-        answers = [
-            torch.tensor([[*tokenizer(r.answer, add_special_tokens=False).input_ids, end]])
-            for r in rows
-        ]
-        tokens = pad_cat(answers, tokenizer.pad_token_id).to(device())
-        mask = pad_cat([torch.ones_like(a) for a in answers], 0).to(device())
-        batch = Batch(rows, [r.answer for r in rows], prompt_ids, prompt_mask, tokens, mask)
+    optimizer = make_optimizer(model, cfg.cold_start_lr or 20 * cfg.lr)
+    end, pad, quiet = turn_end(tokenizer), tokenizer.pad_token_id, rank() > 0 or None
+    for step in tqdm(range(cfg.cold_start), "cold start", unit="step", disable=quiet, leave=False):
+        rows = lessons[step * COLD_BATCH :][:COLD_BATCH]
+        prompts, texts = [row.prompt_ids for row in rows], [row.answer for row in rows]
+        answers = [[*tokenizer(t, add_special_tokens=False).input_ids, end] for t in texts]
+        batch = Batch(rows, texts, *padded(prompts, pad), *padded(answers, pad, left=False))
         (minibatch,) = cut(batch, SimpleNamespace(minibatches=1, micro_tokens=cfg.micro_tokens))
         for micro in minibatch.micros:
             inputs = micro_input(batch, micro)
@@ -1239,53 +1246,7 @@ def cold_start(model, tokenizer, lessons, cfg):
         optimizer_step(model, optimizer, 0, scale)  # clipping here was seen to ruin it
 
 
-def turn_end(tokenizer):
-    """The token id that ends a lesson: the chat template's end of turn, else the end of text."""
-    ids = stop_ids(tokenizer, GenerationConfig())
-    others = [i for i in ids if i != tokenizer.eos_token_id]
-    return others[0] if tokenizer.chat_template and others else tokenizer.eos_token_id
-
-
-# --- evaluation ----------------------------------------------------------------------------------
-
-
-def wilson(right, n, z=1.96):
-    """(low, high): Wilson's 95 % interval of a share of `right` out of `n`."""
-    if n == 0:
-        return 0.0, 1.0
-    p, z2 = right / n, z * z / n
-    middle, half = p + z2 / 2, z * math.sqrt(p * (1 - p) / n + z2 / (4 * n))
-    return (middle - half) / (1 + z2), (middle + half) / (1 + z2)
-
-
-def evaluate(sampler, questions, cfg):
-    """Answers to questions that have a gold: greedy, and one sample at the training temperature.
-
-    Returns `eval_accuracy` (greedy, strict) with its Wilson interval `eval_low`, `eval_high`,
-    `eval_lenient` (greedy, the last number counts) and `eval_sampled`; {} without any gold.
-    """
-    questions = [q for q in questions if q.gold is not None]
-    if not questions:
-        return {}
-    seed_all(cfg.seed, "evaluate", rank())
-    counts = torch.zeros(3, device=device())
-    mine = my_share(questions)
-    for start in range(0, len(mine), cfg.rollout_batch):
-        part = mine[start : start + cfg.rollout_batch]
-        prompts = sampler.encode(part)
-        for greedy in (True, False):
-            tokens, _ = sampler.generate(*prompts, greedy=greedy)
-            texts = sampler.decode(tokens, response_mask(tokens, sampler.stop_ids))
-            strict = sum(rewards.is_correct(t, q.gold) for t, q in zip(texts, part))
-            lenient = sum(rewards.is_correct(t, q.gold, lenient=True) for t, q in zip(texts, part))
-            counts += counts.new_tensor([strict, lenient, 0] if greedy else [0, 0, strict])
-    n = len(questions)
-    strict, lenient, sampled = sum_over_ranks(counts).tolist()
-    low, high = wilson(strict, n)
-    return {
-        "eval_accuracy": strict / n, "eval_low": low, "eval_high": high,
-        "eval_sampled": sampled / n, "eval_lenient": lenient / n,
-    }
+# --- scoring and evaluation ----------------------------------------------------------------------
 
 
 class Scorer:
@@ -1302,7 +1263,8 @@ class Scorer:
             try:
                 self.model = rewards.RewardModel(path, device(), compute_dtype(cfg))
             except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-                fail(f"--reward_model {cfg.reward_model}: {str(error).splitlines()[0]}")
+                reason = (str(error).strip() or repr(error)).splitlines()[0][:300]
+                fail(f"--reward_model {cfg.reward_model}: {reason}")
             limit = getattr(self.model.model.config, "max_position_embeddings", None)
             if limit and cfg.max_prompt_len + cfg.max_new_tokens > limit:
                 fail(f"--reward_model {cfg.reward_model} has {limit} positions, fewer than "
@@ -1313,15 +1275,12 @@ class Scorer:
         golds = [q.gold for q in batch.questions]
         scores = None
         if self.model:
-            mine = my_share(list(zip(batch.questions, batch.texts)))
+            questions = [q.question for q in my_share(batch.questions)]
             try:
-                parts = [self.model([q.question for q, _ in mine], [text for _, text in mine])]
+                part = self.model(questions, my_share(batch.texts))
             except ValueError as error:
                 fail(f"--reward_model: {error}; lower --max_new_tokens")
-            if world() > 1:
-                mine, parts = parts[0], [None] * world()
-                dist.all_gather_object(parts, mine)
-            scores = sum(parts, [])
+            scores = sum(from_all_ranks(part), [])
         total = rewards.score(batch.texts, golds, self.weights, scores)
         right = [
             math.nan if g is None else float(rewards.is_correct(t, g))
@@ -1330,13 +1289,49 @@ class Scorer:
         return torch.tensor(total, device=device()), torch.tensor(right, device=device())
 
 
+def evaluate(sampler, questions, cfg):
+    """Answers to questions that have a gold: greedy, and one sample at the training temperature.
+
+    Returns `eval_accuracy` (greedy, strict) with its Wilson interval `eval_low`, `eval_high`,
+    `eval_lenient` (greedy, the last number counts) and `eval_sampled`; {} without any gold.
+    """
+    questions = [q for q in questions if q.gold is not None]
+    if not questions:
+        return {}
+    seed_all(cfg.seed, "evaluate", rank())
+    counts = torch.zeros(3, device=device())
+    mine = my_share(questions)
+    for greedy in (True, False) if mine else ():
+        tokens, _ = sampler.generate(*sampler.encode(mine), greedy=greedy)
+        texts = sampler.decode(tokens, response_mask(tokens, sampler.stop_ids))
+        strict = sum(rewards.is_correct(t, q.gold) for t, q in zip(texts, mine))
+        lenient = sum(rewards.is_correct(t, q.gold, lenient=True) for t, q in zip(texts, mine))
+        counts += counts.new_tensor([strict, lenient, 0] if greedy else [0, 0, strict])
+    n = len(questions)
+    strict, lenient, sampled = sum_over_ranks(counts).tolist()
+    low, high = wilson(strict, n)
+    return {
+        "eval_accuracy": strict / n, "eval_low": low, "eval_high": high,
+        "eval_sampled": sampled / n, "eval_lenient": lenient / n,
+    }
+
+
+def wilson(right, n, z=1.96):
+    """(low, high): Wilson's 95 % interval of a share of `right` out of `n`."""
+    if n == 0:
+        return 0.0, 1.0
+    p, z2 = right / n, z * z / n
+    middle, half = p + z2 / 2, z * math.sqrt(p * (1 - p) / n + z2 / (4 * n))
+    return (middle - half) / (1 + z2), (middle + half) / (1 + z2)
+
+
 @torch.no_grad()
-def expert_entropy(model, batch, rows=8):
+def expert_entropy(model, batch):
     """How evenly the experts are used: entropy of the share of tokens per expert over its maximum,
     in [0, 1], mean over layers, on the batch's first rows; None for a model without experts."""
     if not hasattr(model.config, "num_experts_per_tok"):
         return None
-    first = _micro(batch, torch.arange(min(rows, len(batch)), device=batch.tokens.device))
+    first = _micro(batch, torch.arange(min(8, len(batch)), device=batch.tokens.device))
     ids, mask = micro_input(batch, first)
     out = model(
         input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False,
@@ -1351,6 +1346,52 @@ def expert_entropy(model, batch, rows=8):
 
 
 # --- the run and its files -----------------------------------------------------------------------
+
+
+def set_up(cfg, file):
+    """Everything before the first step: (run, questions by split, policy, sampler).
+
+    `file` is the script's __file__; its stem names the run.
+    """
+    for name in ("reward_model", "critic"):
+        if getattr(cfg, name, ""):
+            find_model(getattr(cfg, name), name)
+    start = os.path.join(cfg.out_dir, "start")  # weights after a cold start
+    if not (cfg.resume and os.path.isdir(start)):
+        start = builtin_folder(cfg) if cfg.model in BUILTIN else find_model(cfg.model)
+    data = load_questions(cfg)
+    start_processes(cfg)
+    tokenizer = load_tokenizer(start)
+    if data.repeats:
+        say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
+    for name in ("train", "heldout", "test"):
+        setattr(data, name, encode(tokenizer, getattr(data, name), cfg, f"{name} questions"))
+    run = Run(cfg, Path(file).stem)
+    policy = load_policy(run.checkpoint or start, cfg)
+    _check_fit(policy.config, policy.get_input_embeddings(), data, cfg)
+    sampler = Sampler(policy, run.checkpoint or start, tokenizer, cfg)
+    kept = run.folder / "start"
+    if cfg.cold_start and not run.checkpoint and not kept.is_dir():
+        if cfg.model not in BUILTIN:
+            cold_start(policy, tokenizer, cold_start_lessons(data.train, cfg), cfg)
+            sampler.refresh()
+        with whole_folder(kept) as temporary:
+            save_model(sampler, policy, temporary)
+    run.start = str(kept) if kept.is_dir() else start
+    return run, data, policy, sampler
+
+
+def _check_fit(config, embeddings, data, cfg):
+    """Stop unless the model has a row for every token and, if it counts them, the positions."""
+    prompts = [row.prompt_ids for row in [*data.train, *data.heldout, *data.test]]
+    if max(map(max, prompts)) >= len(embeddings.weight):
+        fail(f"--model {cfg.model}: its tokenizer has more tokens than the model's "
+             f"{len(embeddings.weight)} embedding rows; they belong to two models")
+    limit, longest = getattr(config, "max_position_embeddings", None), max(map(len, prompts))
+    if limit and longest + cfg.max_new_tokens > limit:
+        fail(f"--max_new_tokens {cfg.max_new_tokens} after prompts of up to {longest} tokens: "
+             f"{cfg.model} has {limit} positions; lower it or --max_prompt_len")
+
 
 COLUMNS = (
     "step reward accuracy eval_accuracy eval_low eval_high eval_sampled eval_lenient pg_loss "
@@ -1370,13 +1411,13 @@ class Run:
     def __init__(self, cfg, script):
         self.cfg, self.script = cfg, script
         self.optimizers, self.laps, self.warned, self.signals = {}, {}, set(), []
-        self.folder = Path(from_rank0(self._make_folder() if rank() == 0 else None))
+        self.folder = Path(from_all_ranks(self._make_folder() if rank() == 0 else None)[0])
         saves = sorted((self.folder / "checkpoints").glob("step-*"))
         self.checkpoint = saves[-1] if saves else None
         self.state = {"step": 0, "cursor": 0}
         if self.checkpoint:
             self.state = json.loads((self.checkpoint / "state.json").read_text())
-        self.saved_step = self.step if self.checkpoint else None
+        self.saved_step = self.step
         if self.step > cfg.steps:
             fail(f"--steps {cfg.steps}: {self.folder} has done {self.step}; name a larger number")
         if rank() == 0:
@@ -1391,48 +1432,6 @@ class Run:
     def step(self):
         """Rollout steps done."""
         return self.state["step"]
-
-    def due(self, every):
-        """True each `every` steps and on the last one."""
-        return self.step % every == 0 or self.step == self.cfg.steps
-
-    def _make_folder(self):
-        if self.cfg.resume:
-            return self.cfg.out_dir
-        try:
-            if self.cfg.out_dir:
-                folder = Path(self.cfg.out_dir)
-                folder.mkdir(parents=True, exist_ok=True)
-            else:
-                folder = _numbered_folder(self.script)
-        except OSError as error:
-            fail(f"--out_dir {self.cfg.out_dir or 'runs'}: can't be made ({error.strerror})")
-        return str(folder)
-
-    def _write_config(self):
-        about = {
-            "script": self.script, "config": asdict(self.cfg), "command": shlex.join(sys.argv),
-            "torch": torch.__version__, "transformers": transformers.__version__, "world": world(),
-        }
-        temporary = self.folder / ".tmp-config.json"
-        try:
-            temporary.write_text(json.dumps(about, indent=2) + "\n")
-            os.replace(temporary, self.folder / "config.json")
-        except OSError as error:
-            fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
-
-    def _trim(self, name, step_of, lines):
-        """Drop what was logged after the checkpoint: a resumed run logs those steps again."""
-        path = self.folder / name
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                if int(step_of(line)) <= self.step and self.checkpoint:
-                    lines.append(line)
-            except ValueError:
-                continue  # the header, or a line that a kill cut short
-        temporary = path.with_name(f".tmp-{name}")
-        temporary.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(temporary, path)
 
     def optimizer(self, model, lr, name="optimizer"):
         """An AdamW for `model`, in its checkpointed state when the run is resumed."""
@@ -1455,30 +1454,23 @@ class Run:
             signal.signal(number, self._on_signal)
         say(f"run: {self.folder}; questions: {len(data.train)} to train on, "
             f"{len(data.heldout)} held out, {len(data.test)} for a test")
-        self.bar = tqdm(total=self.cfg.steps, initial=self.step, unit="step", disable=quiet())
+        quiet = rank() > 0 or None  # None: no bar off a terminal
+        self.bar = tqdm(total=self.cfg.steps, initial=self.step, unit="step", disable=quiet)
         if self.step == 0:
             self.state["before"] = evaluate(sampler, data.heldout, self.cfg)
             self._write({"step": 0} | self.state["before"])
             self._say_accuracy("held-out", self.state["before"])
         self.lap()
 
+    def stopping(self):
+        """True on all ranks as soon as one of them was told to stop (a collective)."""
+        return bool(sum_over_ranks(torch.tensor(float(len(self.signals)), device=device())))
+
     def next_questions(self, questions):
         """The next P questions of an endless walk over the training questions."""
         count = self.cfg.prompts_per_step
         self.state["cursor"] += count
         return questions_at(questions, self.state["cursor"] - count, count, self.cfg.seed)
-
-    def _on_signal(self, number, frame):
-        # torchrun passes a Ctrl-C on a second time within moments: that still counts as one.
-        if self.signals and time.time() - self.signals[0] > 2:
-            os._exit(128 + number)
-        if not self.signals:
-            say("stopping: this step is finished and saved first; once more stops at once")
-        self.signals.append(time.time())
-
-    def stopping(self):
-        """True on all ranks as soon as one of them was told to stop (a collective)."""
-        return bool(sum_over_ranks(torch.tensor(float(len(self.signals)), device=device())))
 
     def lap(self, column=None):
         """End of a stage: the seconds since the last lap go to `column`."""
@@ -1488,6 +1480,10 @@ class Run:
         if column:
             self.laps[column] = now - self.last
         self.last = now
+
+    def due(self, every):
+        """True each `every` steps and on the last one."""
+        return self.step % every == 0 or self.step == self.cfg.steps
 
     def log(self, batch, advantages, meter, result, sampler, sampled=None, **values):
         """One row of metrics.csv, the bar, a printed rollout at an evaluation, health warnings.
@@ -1517,13 +1513,89 @@ class Run:
         shown = {k: f"{row[k]:.2f}" for k in ("reward", "accuracy") if row[k] is not None}
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
-        if result:
-            self._say_accuracy("held-out", result)
+        self._say_accuracy("held-out", result)
         if result and len(batch):
             self._show(batch, advantages if advantages.dim() == 1 else
                        (advantages * batch.mask).sum(1) / batch.mask.sum(1))
         self.state["last"] = result or self.state.get("last")
         self.lap()
+
+    def save(self, sampler):
+        """Write checkpoints/step-N: models in Hugging Face form, optimizers, state.
+
+        Collective: rank 0 gathers and writes. The folder is complete or absent, never half there.
+        """
+        folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        with whole_folder(folder) as temporary:
+            for name, (model, optimizer) in self.optimizers.items():
+                critic = model is not sampler.policy
+                save_model(sampler, model, temporary / "critic" if critic else temporary)
+                save_optimizer(model, optimizer, temporary / f"{name}.safetensors")
+            if rank() == 0:
+                (temporary / "state.json").write_text(json.dumps(self.state))
+        if rank() == 0:
+            for old in sorted(folder.parent.glob("step-*"))[: -self.cfg.keep]:
+                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
+        self.saved_step = self.step
+
+    def finish(self, sampler, data):
+        """Save, read the test questions once, write final/, say what was reached; leave."""
+        stopped = self.stopping() or self.step < self.cfg.steps
+        if self.step > self.saved_step:
+            self.save(sampler)
+        self.bar.close()
+        if stopped:
+            say(f"stopped after step {self.step}; go on with:\n"
+                f"  python {self.script}.py --resume --out_dir {shlex.quote(str(self.folder))}")
+        else:
+            self._conclude(sampler, data)
+        end_processes()
+
+    def _make_folder(self):
+        """--out_dir, or runs/grpo-1, or the first number that is free."""
+        try:
+            if self.cfg.out_dir:
+                os.makedirs(self.cfg.out_dir, exist_ok=True)
+                return self.cfg.out_dir
+            for number in itertools.count(1):
+                with suppress(FileExistsError):
+                    os.makedirs(f"runs/{self.script}-{number}")
+                    return f"runs/{self.script}-{number}"
+        except OSError as error:
+            fail(f"--out_dir {self.cfg.out_dir or 'runs'}: can't be made ({error.strerror})")
+
+    def _write_config(self):
+        about = {
+            "script": self.script, "config": asdict(self.cfg), "command": shlex.join(sys.argv),
+            "torch": torch.__version__, "transformers": transformers.__version__, "world": world(),
+        }
+        temporary = self.folder / ".tmp-config.json"
+        try:
+            temporary.write_text(json.dumps(about, indent=2) + "\n")
+            os.replace(temporary, self.folder / "config.json")
+        except OSError as error:
+            fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
+
+    def _trim(self, name, step_of, lines):
+        """Drop what was logged after the checkpoint: a resumed run logs those steps again."""
+        path = self.folder / name
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                if int(step_of(line)) <= self.step and self.checkpoint:
+                    lines.append(line)
+            except ValueError:
+                continue  # the header, or a line that a kill cut short
+        temporary = path.with_name(f".tmp-{name}")
+        temporary.write_text("".join(f"{line}\n" for line in lines))
+        os.replace(temporary, path)
+
+    def _on_signal(self, number, frame):
+        # torchrun passes a Ctrl-C on a second time within moments: that still counts as one.
+        if self.signals and time.time() - self.signals[0] > 2:
+            os._exit(128 + number)
+        if not self.signals:
+            say("stopping: this step is finished and saved first; once more stops at once")
+        self.signals.append(time.time())
 
     def _write(self, row):
         if rank() > 0:
@@ -1582,39 +1654,6 @@ class Run:
             self.warned.add(message)
             say(f"warning: step {self.step}: {message}")
 
-    def save(self, sampler):
-        """Write checkpoints/step-N: models in Hugging Face form, optimizers, state.
-
-        Collective: rank 0 gathers and writes. The folder is complete or absent, never half there.
-        """
-        folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
-        with whole_folder(folder) as temporary:
-            save_model(sampler, sampler.policy, temporary)
-            for name, (model, optimizer) in self.optimizers.items():
-                save_optimizer(model, optimizer, temporary / f"{name}.safetensors")
-            if "critic_optimizer" in self.optimizers:
-                critic = self.optimizers["critic_optimizer"][0]
-                save_model(sampler, critic, temporary / "critic")
-            if rank() == 0:
-                (temporary / "state.json").write_text(json.dumps(self.state))
-        if rank() == 0:
-            for old in sorted(folder.parent.glob("step-*"))[: -self.cfg.keep]:
-                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
-        self.checkpoint, self.saved_step = folder, self.step
-
-    def finish(self, sampler, data):
-        """Save, read the test questions once, write final/, say what was reached; leave."""
-        stopped = self.stopping() or self.step < self.cfg.steps
-        if self.step > (self.saved_step or 0):
-            self.save(sampler)
-        self.bar.close()
-        if stopped:
-            say(f"stopped after step {self.step}; go on with:\n"
-                f"  python {self.script}.py --resume --out_dir {shlex.quote(str(self.folder))}")
-        else:
-            self._conclude(sampler, data)
-        end_processes()
-
     def _conclude(self, sampler, data):
         test = evaluate(sampler, data.test[: self.cfg.test_size or None], self.cfg)
         self._say_accuracy("test", test)
@@ -1624,145 +1663,24 @@ class Run:
         with whole_folder(final) as temporary:
             save_model(sampler, sampler.policy, temporary, final=True)
         before, after = self.state.get("before"), self.state.get("last")
-        lines = [f"done: step {self.step} of {self.cfg.steps}"]
+        say(f"done: step {self.step} of {self.cfg.steps}")
         if before and after:
-            lines.append("  held-out accuracy: " + ", ".join(
-                f"{name} {before[key]:.3f} -> {after[key]:.3f}"
-                for name, key in (("greedy", "eval_accuracy"), ("sampled", "eval_sampled"))
-            ))
+            pairs = [x[key] for key in ("eval_accuracy", "eval_sampled") for x in (before, after)]
+            text = "  held-out accuracy: greedy {:.3f} -> {:.3f}, sampled {:.3f} -> {:.3f}"
+            say(text.format(*pairs))
+        say(f"  {self.folder}/ holds metrics.csv, samples.jsonl, checkpoints and final/, the model")
         folder, final, data = (shlex.quote(str(x)) for x in (self.folder, final, self.cfg.data))
-        lines += [
-            f"  {self.folder}/ holds metrics.csv, samples.jsonl, checkpoints and final/, the model",
-            "next:",
-            f"  python plots/figures.py {folder}",
-            f"  python {self.script}.py --model {final} --data {data} --steps 0",
+        say(f"next:\n  python plots/figures.py {folder}\n"
+            f"  python {self.script}.py --model {final} --data {data} --steps 0\n"
             f"  python {self.script}.py --resume --out_dir {folder} "
-            f"--steps {2 * max(1, self.cfg.steps)}",
-        ]
-        say("\n".join(lines))
-
-
-def _numbered_folder(script):
-    """runs/grpo-1, or the first number that is free."""
-    number = 1
-    while True:
-        folder = Path("runs") / f"{script}-{number}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def set_up(cfg, file):
-    """Everything before the first step: (run, questions by split, policy, sampler).
-
-    `file` is the script's __file__; its stem names the run.
-    """
-    for flag in ("reward_model", "critic"):
-        if getattr(cfg, flag, ""):
-            find_model(getattr(cfg, flag), flag)
-    again = Path(cfg.out_dir, "start") if cfg.resume else None  # weights after the cold start
-    if again and again.is_dir():
-        start = str(again)
-    else:
-        start = builtin_folder(cfg) if cfg.model in BUILTIN else find_model(cfg.model)
-    data = load_questions(cfg)
-    start_processes(cfg)
-    tokenizer = load_tokenizer(start)
-    if data.repeats:
-        say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
-    for name in ("train", "heldout", "test"):
-        setattr(data, name, encode(tokenizer, getattr(data, name), cfg, f"{name} questions"))
-    run = Run(cfg, Path(file).stem)
-    policy = load_policy(run.checkpoint or start, cfg)
-    _check_fit(policy.config, policy.get_input_embeddings(), data, cfg)
-    sampler = Sampler(policy, run.checkpoint or start, tokenizer, cfg)
-    if cfg.cold_start and not run.checkpoint and not (run.folder / "start").is_dir():
-        if cfg.model not in BUILTIN:
-            cold_start(policy, tokenizer, cold_start_lessons(data.train, cfg), cfg)
-            sampler.refresh()
-        with whole_folder(run.folder / "start") as temporary:
-            save_model(sampler, policy, temporary)
-    run.start = str(run.folder / "start") if (run.folder / "start").is_dir() else start
-    return run, data, policy, sampler
-
-
-def _check_fit(config, embeddings, data, cfg):
-    """Stop unless the model has a row for every token and, if it counts them, the positions."""
-    prompts = [row.prompt_ids for row in [*data.train, *data.heldout, *data.test]]
-    if max(map(max, prompts)) >= len(embeddings.weight):
-        fail(f"--model {cfg.model}: its tokenizer has more tokens than the model's "
-             f"{len(embeddings.weight)} embedding rows; they belong to two models")
-    limit, longest = getattr(config, "max_position_embeddings", None), max(map(len, prompts))
-    if limit and longest + cfg.max_new_tokens > limit:
-        fail(f"--max_new_tokens {cfg.max_new_tokens} after prompts of up to {longest} tokens: "
-             f"{cfg.model} has {limit} positions; lower it or --max_prompt_len")
-
-
-def peak_memory_gb():
-    """Peak memory of this process so far, GB: on the GPU if there is one, else resident."""
-    if device().type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1e9 if sys.platform == "darwin" else 1e6)
+            f"--steps {2 * max(1, self.cfg.steps)}")
 
 
 def _like(tensor, parameter):
     """A loaded optimizer tensor in the form of its parameter: on its device, sharded as it is."""
     if tensor.dim() == 0:
         return tensor
-    if hasattr(parameter, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
-
-        tensor = tensor.to(device())
-        return distribute_tensor(
-            tensor, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    return tensor.to(parameter.device)
-
-
-def save_optimizer(model, optimizer, path):
-    """Write an optimizer's state as whole tensors; rank 0 gathers them, one parameter at a time."""
-    tensors = {}
-    for key, parameter in model.named_parameters():
-        for part, value in optimizer.state[parameter].items():
-            value = full(value)
-            if rank() == 0:
-                tensors[f"{part}.{key}"] = value.cpu().contiguous()
-    if rank() == 0:
-        save_file(tensors, path)
-
-
-def save_model(sampler, model, folder, final=False):
-    """Write `model`'s whole weights in Hugging Face form, with the tokenizer; rank 0 writes.
-
-    float32, or, for the `final` policy, the dtype that it came in. The policy's generation_config
-    is the one that it came with, not the sampler's clean one.
-    """
-    dtype = model.loaded_dtype if final else torch.float32
-    tensors = {}
-    once = {key for key, _ in [*model.named_parameters(), *model.named_buffers()]}  # tied: one name
-    for key, value in model.state_dict().items():
-        if key not in once:
-            continue
-        value = full(value)
-        if rank() == 0:
-            tensors[key] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
-    if rank() > 0:
-        return
-    clean = getattr(model, "generation_config", None)
-    if model is sampler.policy:
-        model.generation_config = sampler.loaded_generation_config
-    model.save_pretrained(folder, state_dict=tensors)
-    model.generation_config = clean
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype  # save_pretrained() notes the float32 of the master weights
-    if not final:
-        config.loaded_dtype = str(model.loaded_dtype).removeprefix("torch.")  # for after a resume
-    config.save_pretrained(folder)
-    sampler.tokenizer.save_pretrained(folder)
+    if not hasattr(parameter, "device_mesh"):
+        return tensor.to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return dist.tensor.distribute_tensor(tensor.to(device()), mesh, placements, src_data_rank=None)

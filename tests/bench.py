@@ -96,7 +96,7 @@ class Case:
 CASES = {
     "tiny": Case(),
     "26m": Case((32_000, 384, 8, 6, 6, 1024), prompts=2, cap=96, micro=4),
-    "half": Case(HALF, prompts=1, cap=64, micro=2),
+    "half": Case(HALF, prompts=4, cap=64, micro=8),
 }
 
 # --- the same work for everyone ------------------------------------------------------------------
@@ -145,21 +145,22 @@ def steer(model, case, width):
     lengths = torch.tensor(rng.permutation(quantiles)).round().long().clamp(min=2)
     lengths = F.pad(lengths, (3, 0)).to(model.device)  # words begin at id 3
 
-    def decide(ids, logits):
-        made = ids.shape[1] - width
-        if case.variable and made == 0:
-            first = 3 + torch.arange(len(ids), device=ids.device) % kinds
-            return torch.full_like(logits, -torch.inf).scatter(1, first[:, None], 0.0)
-        logits[:, EOS] = -torch.inf
-        if case.variable:
-            ends = lengths[ids[:, width]] == made + 1
-            logits[ends] = -torch.inf
-            logits[ends, EOS] = 0.0
-        return logits
+    class Decide(transformers.LogitsProcessor):  # of a mere function generate() asks the signature
+        def __call__(self, ids, logits):  # at every token: 7 % of the tiny model's sampling
+            made = ids.shape[1] - width
+            if case.variable and made == 0:
+                first = 3 + torch.arange(len(ids), device=ids.device) % kinds
+                return torch.full_like(logits, -torch.inf).scatter(1, first[:, None], 0.0)
+            logits[:, EOS] = -torch.inf
+            if case.variable:
+                ends = lengths[ids[:, width]] == made + 1
+                logits[ends] = -torch.inf
+                logits[ends, EOS] = 0.0
+            return logits
 
     def with_lengths(*args, **kwargs):
         processors = inner(*args, **kwargs)
-        processors.append(decide)
+        processors.append(Decide())
         return processors
 
     model._get_logits_processor = with_lengths

@@ -493,8 +493,8 @@ def test_pad_cat(left, expected):
     check(common.pad_cat(parts, 9, left=left), expected)
 
 
-def test_left_padded():
-    ids, mask = common.left_padded([[5, 6, 7], [8]], 0)
+def test_padded():
+    ids, mask = common.padded([[5, 6, 7], [8]], 0)
     check(ids, [[5, 6, 7], [0, 0, 8]])
     check(mask, [[1, 1, 1], [0, 0, 1]])
 

@@ -70,7 +70,7 @@ def test_first_tokens_follow_the_softmax(hostile, family, temperature):
     sampler = sampler_of(hostile(family), temperature=temperature, max_new_tokens=1,
                          rollout_batch=4000)
     common.seed_all(0)
-    ids, mask = common.left_padded(PROMPTS[:1], sampler.pad)
+    ids, mask = common.padded(PROMPTS[:1], sampler.pad)
     tokens, _ = sampler.generate(ids, mask, group_size=4000)
     assert tokens.shape == (4000, 1)
     assert_drawn_from(tokens[:, 0], exact_law(sampler.model, PROMPTS[0], temperature))
@@ -82,7 +82,7 @@ def test_second_tokens_follow_the_softmax(hostile, family):
     """Penalties and n-gram bans look back: the token just drawn must not become rarer."""
     sampler = sampler_of(hostile(family), max_new_tokens=2, rollout_batch=4000)
     common.seed_all(0)
-    ids, mask = common.left_padded(PROMPTS[1:2], sampler.pad)
+    ids, mask = common.padded(PROMPTS[1:2], sampler.pad)
     tokens, _ = sampler.generate(ids, mask, group_size=4000)
     first = tokens[tokens[:, 0] != 1, 0].mode().values.item()  # after 1, the end, comes nothing
     seconds = tokens[tokens[:, 0] == first, 1]
@@ -96,7 +96,7 @@ def test_sampler_and_trainer_agree_on_log_probs(hostile, family, temperature):
     under left padding, no penalty, padded rows of the vocabulary included in both."""
     sampler = sampler_of(hostile(family), temperature=temperature, max_new_tokens=10)
     common.seed_all(1)
-    ids, mask = common.left_padded(PROMPTS, sampler.pad)
+    ids, mask = common.padded(PROMPTS, sampler.pad)
     tokens, recorded = sampler.generate(ids, mask, group_size=4, record=12)
     answer_mask = common.response_mask(tokens, sampler.stop_ids)
     logp, _ = common.token_logps(
@@ -113,7 +113,7 @@ def test_recording_is_for_the_first_rows(hostile):
     """Of the first prompts' first chunk of tokens: enough to see the two part, for nothing."""
     sampler = sampler_of(hostile("qwen3"), max_new_tokens=4, rollout_batch=4)
     common.seed_all(1)
-    tokens, recorded = sampler.generate(*common.left_padded(PROMPTS, 0), group_size=4, record=3)
+    tokens, recorded = sampler.generate(*common.padded(PROMPTS, 0), group_size=4, record=3)
     assert recorded.shape == tokens.shape
     assert not recorded[:3, :1].isnan().any() and recorded[3:].isnan().all()
 
@@ -167,7 +167,7 @@ MIXED = [[20, 21, 22, 23, 24, 25], [30], [31, 32], [40, 41, 42, 43], [50], [33, 
 
 def answers(sampler, prompts, **how):
     """Greedy answers as lists of ids up to the stop token."""
-    tokens, _ = sampler.generate(*common.left_padded(prompts, sampler.pad), greedy=True, **how)
+    tokens, _ = sampler.generate(*common.padded(prompts, sampler.pad), greedy=True, **how)
     lengths = common.response_mask(tokens, sampler.stop_ids).sum(1)
     assert tokens.shape[1] == lengths.max(), "wider than the longest answer"
     return [row[:n].tolist() for row, n in zip(tokens, lengths)]
@@ -207,11 +207,11 @@ def test_groups_differ_and_stay_with_their_prompt(stopping):
     """Sampled answers of one prompt are independent, and consecutive."""
     common.seed_all(0)
     sampler = sampler_of(stopping("qwen3"), temperature=1e-3, max_new_tokens=6)  # all but greedy
-    tokens, _ = sampler.generate(*common.left_padded(MIXED, 0), group_size=3)
+    tokens, _ = sampler.generate(*common.padded(MIXED, 0), group_size=3)
     groups = tokens.view(len(MIXED), 3, -1)
     assert (groups == groups[:, :1]).all() and len(groups[:, 0].unique(dim=0)) > 3
     sampler = sampler_of(stopping("qwen3"), temperature=3.0, max_new_tokens=6)
-    tokens, _ = sampler.generate(*common.left_padded(MIXED[:1], 0), group_size=16)
+    tokens, _ = sampler.generate(*common.padded(MIXED[:1], 0), group_size=16)
     assert len(tokens.unique(dim=0)) > 12
 
 
