@@ -67,8 +67,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
-from models import Memory  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from models import Memory, tiny_tokenizer  # noqa: E402
 
 import common  # noqa: E402
 import grpo  # noqa: E402
@@ -116,12 +115,7 @@ def make_folder(shape):
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     random_model(shape).save_pretrained(folder / "model")
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, shape[0]))]
-    rust = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=rust, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder / "model")
+    tiny_tokenizer(size=shape[0]).save_pretrained(folder / "model")
     rows = np.random.default_rng(0).integers(3, shape[0], (64, 16))
     texts = [" ".join(f"w{i}" for i in row) for row in rows]
     lines = [json.dumps({"question": text, "answer": "#### 1"}) for text in texts]

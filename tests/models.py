@@ -52,9 +52,9 @@ def tiny_model(family="qwen3", **changes):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def tiny_tokenizer(unk="<unk>", **special):
+def tiny_tokenizer(unk="<unk>", size=WORDS, **special):
     """Splits at spaces: <pad>, <eos>, <unk>, w3, w4, ... w59, each at its own id."""
-    words = ["<pad>", "<eos>", unk, *(f"w{i}" for i in range(3, WORDS))]
+    words = ["<pad>", "<eos>", unk, *(f"w{i}" for i in range(3, size))]
     rust = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk))
     rust.pre_tokenizer, rust.decoder = WhitespaceSplit(), WordPiece(cleanup=False)
     special = dict(pad_token="<pad>", eos_token="<eos>", unk_token=unk) | special

@@ -84,7 +84,7 @@ def measure(name, folder, processes):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=CASES, help="default: both")
+    parser.add_argument("--model", choices=CASES, help="default: all")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
