@@ -26,7 +26,7 @@ STAGES = {"t_sample": "0.25", "t_logp": "0.55", "t_update": "0.78"}  # greys
 PANELS = {  # the default picture in reading order: title, unit
     "eval_accuracy": ("Held-out accuracy", "% of questions"),
     "final_accuracy": ("Final held-out accuracy", "% of questions"),
-    "stage_time": ("Time in sampling, log-probs and update", "minutes"),
+    "stage_time": ("Time in the three stages", "minutes"),
     "reward": ("Reward", "mean per answer"),
     "entropy": ("Entropy of the policy", "nats per token"),
     "ref_kl": ("KL to the reference", "nats per token"),
