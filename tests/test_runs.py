@@ -202,6 +202,36 @@ def test_the_advantage_in_a_sample_is_the_mean_of_its_own_tokens(short, tmp_path
     assert [row["advantage"] for row in samples(tmp_path / "run")] == pytest.approx(means)
 
 
+SOUND = dict(truncated_frac=0.1, tied_frac=0.5, entropy=0.1, ref_kl=0.1, sampler_gap=1e-5,
+             accuracy=0.0, reward=0.0)
+
+
+@pytest.mark.parametrize("change, first_kl, right, warning", [
+    ({}, 0.0, True, None), (dict(truncated_frac=0.6), 0.0, True, "--max_new_tokens"),
+    (dict(tied_frac=1.0), 0.0, True, "--group_size"), (dict(entropy=0.004), 0.0, True, "entropy"),
+    ({}, 1e-5, True, "ratio was not 1"), (dict(ref_kl=1.1), 0.0, True, "far from the reference"),
+    (dict(sampler_gap=0.6), 0.0, True, "sampler and trainer"), ({}, 0.0, False, "ever right"),
+    (dict(accuracy=None), 0.0, False, None)])
+def test_an_unhealthy_run_says_so_once(capsys, change, first_kl, right, warning):
+    """A step without any right answer is no alarm once there was one."""
+    run = object.__new__(common.Run)
+    run.state, run.warned = {"step": 5, "right": right}, set()
+    for _ in range(2):
+        run._health(SOUND | change, first_kl)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == (warning is not None)
+    assert warning is None or said[0].startswith("warning: step 5: ") and warning in said[0]
+
+
+def test_a_right_answer_is_remembered(short, tmp_path, monkeypatch, capsys):
+    """Right in the first step only: what went wrong later is not that nothing is ever right."""
+    verdicts = [1.0, 0.0, 0.0, 0.0]
+    monkeypatch.setattr(common.Scorer, "__call__", lambda scorer, batch: (
+        torch.zeros(len(batch)), torch.full((len(batch),), verdicts.pop(0))))
+    run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
+    assert not verdicts and "ever right:" not in capsys.readouterr().out
+
+
 def test_groups_dropped_are_those_without_contrast(short, tmp_path, monkeypatch):
     """Not those beyond the number a step wants."""
     teach, keep_group = [], dapo.keep_group
