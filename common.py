@@ -2,7 +2,7 @@
 
 Nothing here knows an algorithm. Read a script first (`grpo.py`) and come here for a name. In order:
 command line, processes, models, the built-in model, questions, log-probs, sampling, batches,
-optimizer and cold start, evaluation, the run and its files.
+optimizer and cold start, scoring and evaluation, the run and its files.
 """
 
 import copy

@@ -23,6 +23,7 @@ import grpo
 import gspo
 import models
 import ppo
+import rewards
 
 SCRIPTS = {"grpo": grpo, "dapo": dapo, "gspo": gspo, "ppo": ppo}
 every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
@@ -495,6 +496,25 @@ def test_a_reward_model_with_too_few_positions(refused, reward_model):
     (reward_model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
     line = refused(grpo, *SHORT, "--reward", "model", "--reward_model", reward_model)
     assert f"--reward_model {reward_model}" in line and "40 positions" in line
+
+
+def test_a_text_too_long_for_the_reward_model(refused, reward_model, monkeypatch):
+    """Its tokenizer may need more tokens than the policy's."""
+    def too_long(model, questions, texts):
+        raise ValueError("99 tokens to score, the reward model has 64 positions")
+
+    monkeypatch.setattr(rewards.RewardModel, "__call__", too_long)
+    line = refused(grpo, *SHORT, "--reward", "model", "--reward_model", reward_model)
+    assert "99 tokens" in line and "--max_new_tokens" in line
+
+
+@pytest.mark.parametrize("answer", [None, ""])
+def test_an_answer_that_is_none_is_not_taught(refused, answer):
+    rows = [{"question": f"Q{i}", "answer": answer} for i in range(9)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = refused(grpo, *SHORT, "--data", "rows.jsonl", "--reward", "marker_format",
+                   "--cold_start", 1)
+    assert "no answer to imitate" in line
 
 
 def test_critic_with_another_tokenizer(refused, folder, tmp_path):

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 PLOTS = Path(__file__).parents[1] / "plots"
 sys.path.insert(0, str(PLOTS))
 import figures  # noqa: E402
+import table  # noqa: E402
 
 COLUMNS = """step reward accuracy eval_accuracy eval_low eval_high eval_sampled eval_lenient pg_loss
     value_loss entropy ref_kl approx_kl clip_frac grad_norm lr response_len truncated_frac tied_frac
@@ -195,6 +196,13 @@ def test_a_folder_of_runs_among_runs_is_left_out(tmp_path, capsys):
     assert capsys.readouterr().err == f"left out, a folder of runs: {tmp_path / 'claims'}\n"
     with pytest.raises(ValueError, match="no metrics.csv in"):
         figures.load_runs([str(tmp_path / "claims")])
+
+
+def test_a_mistake_in_the_table_is_one_line_too(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        table.main([str(tmp_path / "nowhere")])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"table.py: no folder {tmp_path / 'nowhere'}\n"
 
 
 @pytest.mark.parametrize("content, arguments, complaint", [

@@ -223,6 +223,18 @@ def test_an_unhealthy_run_says_so_once(capsys, change, first_kl, right, warning)
     assert warning is None or said[0].startswith("warning: step 5: ") and warning in said[0]
 
 
+def test_the_commands_at_the_end_can_be_pasted(short, tmp_path, capsys):
+    """With the data, and a folder whose name has a space."""
+    folder = tmp_path / "a run"
+    run("grpo", *short("grpo"), "--out_dir", folder)
+    said = capsys.readouterr().out.splitlines()
+    figures, again, more = map(shlex.split, said[said.index("next:") + 1 :][:3])
+    assert figures == ["python", "plots/figures.py", str(folder)]
+    assert again[1:] == ["grpo.py", "--model", str(folder / "final"), "--data", "data",
+                         "--steps", "0"]
+    assert more[1:] == ["grpo.py", "--resume", "--out_dir", str(folder), "--steps", "8"]
+
+
 def test_a_right_answer_is_remembered(short, tmp_path, monkeypatch, capsys):
     """Right in the first step only: what went wrong later is not that nothing is ever right."""
     verdicts = [1.0, 0.0, 0.0, 0.0]
