@@ -1,4 +1,4 @@
-"""Options and fixtures of every test file.
+"""Tests: options and fixtures of every test file.
 
     pytest                                  the scripts of this repository
     pytest --impl DIR                       the scripts in DIR (a student's folder, a mutant)

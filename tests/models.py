@@ -1,5 +1,5 @@
-"""Tiny models of many families, made in code, with what surrounds one: a tokenizer, a folder, a
-ragged batch, the settings that the rooms read, and log-probs computed slowly and obviously.
+"""Tests: tiny models of many families, made in code, with what surrounds one: a tokenizer, a
+folder, a ragged batch, the settings that the rooms read, and log-probs computed slowly.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Planted faults: does the test suite notice? Each is one edit of a copy of the scripts.
+"""Tests: planted faults: does the test suite notice? Each is one edit of a copy of the scripts.
 
     python tests/mutants.py                  all of them, on two cores
     python tests/mutants.py --only gae std   those with one of these words in file or name

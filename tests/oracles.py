@@ -1,4 +1,4 @@
-"""What the test files share: a comparison that names mistakes, small ragged batches, slow and
+"""Tests: what the files share: a comparison that names mistakes, small ragged batches, slow and
 obvious versions of the formulas, and the properties that several scripts owe alike.
 
 The oracles are plain Python loops over floats. They share no code with the scripts on purpose.

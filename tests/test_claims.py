@@ -1,4 +1,4 @@
-"""plots/claims.py: are verdicts drawn from the numbers rightly? Made-up runs; little training.
+"""Tests: plots/claims.py: are verdicts drawn from the numbers rightly? Made-up runs.
 
 The quick form of every claim takes minutes: CLAIMS=all pytest tests/test_claims.py; by default the
 cheapest one runs.

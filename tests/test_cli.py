@@ -1,4 +1,4 @@
-"""The command line: what is wrong is named in one line, with the remedy, and nothing has started.
+"""Tests: the command line: what is wrong is named in one line, with the remedy; nothing started.
 
 A user who mistypes meets no traceback: exit status 2 and one line on stderr, which begins with
 "error:". Most tests run in this process; a few start the script as a user would.

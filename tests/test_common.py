@@ -1,4 +1,4 @@
-"""The functions of common.py that every script stands on. One: pytest tests/test_common.py -k cut
+"""Tests: the functions of common.py. One of them: pytest tests/test_common.py -k cut
 
 How text is sampled is in test_sampling.py.
 """

@@ -1,4 +1,4 @@
-"""The functions of dapo.py. One function: pytest tests/test_dapo.py -k soft_overlong_penalty"""
+"""Tests: the functions of dapo.py. One: pytest tests/test_dapo.py -k soft_overlong_penalty"""
 
 import math
 

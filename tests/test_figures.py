@@ -1,4 +1,4 @@
-"""plots/figures.py: are the numbers drawn the numbers logged? Made-up runs, no training."""
+"""Tests: plots/figures.py: are the numbers drawn the numbers logged? Made-up runs, no training."""
 import csv
 import json
 import os

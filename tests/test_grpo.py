@@ -1,4 +1,4 @@
-"""The functions of grpo.py. One function: pytest tests/test_grpo.py -k kl_k3"""
+"""Tests: the functions of grpo.py. One: pytest tests/test_grpo.py -k kl_k3"""
 
 import itertools
 import math

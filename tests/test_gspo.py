@@ -1,4 +1,4 @@
-"""The functions of gspo.py. One function: pytest tests/test_gspo.py -k policy_loss"""
+"""Tests: the functions of gspo.py. One: pytest tests/test_gspo.py -k policy_loss"""
 
 import math
 

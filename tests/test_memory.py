@@ -1,5 +1,8 @@
-"""plots/memory.py: does a run take what it plans? Every byte that torch allocates is counted, on
-small random models; FSDP runs for real, its collectives among pretended ranks don't."""
+"""Tests: plots/memory.py: does a run take what it plans?
+
+Every byte that torch allocates is counted, on small random models; FSDP runs for
+real, its collectives among pretended ranks don't.
+"""
 import contextlib
 import gc
 import importlib

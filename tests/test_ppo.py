@@ -1,4 +1,4 @@
-"""The functions of ppo.py. One function: pytest tests/test_ppo.py -k gae"""
+"""Tests: the functions of ppo.py. One: pytest tests/test_ppo.py -k gae"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Two processes compute what one computes: gradients, weights, metrics, files.
+"""Tests: two processes compute what one computes: gradients, weights, metrics, files.
 
 Each test runs a short program in 1 and in 2 processes (gloo) on the same given rollouts and
 compares what they saved.

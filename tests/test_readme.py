@@ -1,4 +1,4 @@
-"""The README's links point at the lines that they speak of.
+"""Tests: the README's links point at the lines that they speak of.
 
 A link into a script carries the code it means as its title: [text](grpo.py#L93 "groups.std(").
 After an edit, `python tests/test_readme.py` moves the numbers to where the code is now.
@@ -50,14 +50,14 @@ def test_files_and_pictures_exist():
     """Nothing that the README shows or names is missing."""
     text = README.read_text()
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
-    for path in pictures + re.findall(r"\]\((\w+/[\w.]+)\)", text):
+    for path in pictures + re.findall(r"\]\(((?:\w+/)+[\w.]+)\)", text):
         assert (ROOT / path).exists(), path
 
 
 def test_flags_exist():
     """Every --flag that the README names is one of ours."""
     known = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("plots/*.py"),
-                                           *ROOT.glob("tests/*.py")])
+                                           *ROOT.glob("tests/**/*.py")])
     theirs = {"nproc_per_node", "nnodes", "rdzv_endpoint"}
     for flag in set(re.findall(r"--([a-z_]+)", README.read_text())) - theirs:
         name = flag.removeprefix("no_")
@@ -65,7 +65,7 @@ def test_flags_exist():
 
 
 @pytest.mark.parametrize("command", [
-    command for page in (README, ROOT / "tests" / "README.md")
+    command for page in (README, ROOT / "tests/course/README.md")
     for command in COMMAND.findall(page.read_text())], ids=" ".join)
 def test_commands_are_taken(command, tmp_path, monkeypatch):
     """Every command line of a script that a README shows is one that it accepts."""

@@ -1,4 +1,4 @@
-"""rewards.py: what is read as the answer, what counts as right, what the built-in problems are.
+"""Tests: rewards.py: what is read as the answer, what counts as right, the built-in problems.
 
 Completions are hostile text: whatever they hold, nothing may raise, hang or pay by accident.
 """

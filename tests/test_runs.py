@@ -1,4 +1,4 @@
-"""Whole runs, end to end: the files they leave, and that nothing can hurt a run for good.
+"""Tests: whole runs, end to end: the files they leave, and that nothing can hurt a run for good.
 
 A stopped, killed or failed run goes on as if nothing had happened: bit for bit the same numbers and
 weights. The model is the tiny one after a very short cold start: it guesses 1, 2 or 3 and is right

@@ -1,5 +1,7 @@
-"""How common.py samples and reads text: the sampler's law is the trained law, whatever a model's
-folder says, and no short cut changes an answer.
+"""Tests: how common.py samples and reads text.
+
+The sampler's law is the trained law, whatever a model's folder says; no short cut
+changes an answer.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""What `train` hands to the functions that are tested elsewhere: two steps of each script, watched.
+"""Tests: what `train` hands to the functions that are tested elsewhere.
 
-Answers and verdicts are made up (some groups all alike), so a random model will do.
+Two steps of each script, watched. Answers and verdicts are made up (some groups all alike), so a
+random model will do.
 """
 
 import signal

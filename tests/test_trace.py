@@ -1,4 +1,4 @@
-"""plots/trace.py: does the loss follow from the numbers on the screen, and from nothing else?"""
+"""Tests: plots/trace.py: does the loss follow from the numbers on the screen, and only them?"""
 import math
 import re
 import sys

@@ -1,9 +1,9 @@
-"""How fast, how lean: our GRPO step against its bare cost and against TRL's, and how both grow.
+"""Bench: our GRPO step's speed and memory against its bare cost and TRL's, and how both grow.
 
-    python tests/bench.py bound                 our step : bare `generate`, forward and backward
-    python tests/bench.py trl                   our step : TRL's GRPOTrainer  (pip install trl)
-    python tests/bench.py memory                peak of log-probs and gradient : the naive form
-    python tests/bench.py growth                plots/growth.png: seconds and memory, with slopes
+    python tests/bench/bench.py bound        our step : bare `generate`, forward and backward
+    python tests/bench/bench.py trl          our step : TRL's GRPOTrainer  (pip install trl)
+    python tests/bench/bench.py memory       peak of log-probs and gradient : the naive form
+    python tests/bench/bench.py growth       plots/growth.png: seconds and memory, with slopes
     ... --model tiny|26m|half --repeats 5 --quick
 
 Ours is grpo.train() itself. Turns alternate, A B A B; a figure is the median ratio [least - most],
@@ -65,9 +65,9 @@ from pathlib import Path
 from statistics import NormalDist
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the cores are shared
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

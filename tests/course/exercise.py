@@ -1,11 +1,11 @@
-"""The course kit: a student's folder made from the scripts, and its grader.
+"""Course: a student's folder made from the scripts, and its grader.
 
-    python tests/exercise.py make OUT                          all four scripts, functions left out
-    python tests/exercise.py make OUT --algorithms grpo --level loop
-    python tests/exercise.py grade DIR                         points per problem
-    python tests/exercise.py grade DIR --skip-training --json report.json --junit report.xml
+    python tests/course/exercise.py make OUT         all four scripts, functions left out
+    python tests/course/exercise.py make OUT --algorithms grpo --level loop
+    python tests/course/exercise.py grade DIR        points per problem
+    python tests/course/exercise.py grade DIR --skip-training --json report.json --junit report.xml
 
-What is left out, with hints and points, is the table in problems.py. tests/README.md has the rest.
+What is left out, with hints and points, is the table in problems.py; README.md has the rest.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+TESTS = HERE.parent
+ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from problems import (LEARN, LEARN_POINTS, LOOP_POINTS, PROBLEMS, SCRIPTS,  # noqa: E402
@@ -126,9 +127,9 @@ def run_tests(plugin, modules, seed=0):
     """The house's tests of these modules, in this process, under a plugin. Nothing is printed."""
     import pytest
 
-    files = [str(HERE / f"test_{module}.py") for module in modules]
+    files = [str(TESTS / f"test_{module}.py") for module in modules]
     options = ["-q", "--tb=native", "-p", "no:cacheprovider", "-c", os.devnull,
-               "--rootdir", str(HERE), "--hidden-seed", str(seed)]
+               "--rootdir", str(TESTS), "--hidden-seed", str(seed)]
     with redirect_stdout(io.StringIO()) as printed:
         code = pytest.main([*options, *files], plugins=[plugin])
     if code not in (0, 1):
@@ -159,7 +160,7 @@ def make(out, algorithms, level):
         (out / name).write_text(text)
     names = " ".join(algorithms)
     print(f"{out}: {len(files)} files. To grade what comes back:\n"
-          f"  python tests/exercise.py grade DIR --algorithms {names} --level {level}")
+          f"  python tests/course/exercise.py grade DIR --algorithms {names} --level {level}")
 
 
 def refuse_leaks(files, gone):

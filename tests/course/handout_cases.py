@@ -1,4 +1,4 @@
-"""Your problems, one test a recorded call: python -m pytest tests -k grpo.kl_k3
+"""Course: your problems, one test a recorded call: python -m pytest tests -k grpo.kl_k3
 
 cases.json holds inputs, and the outputs and gradients that the solution gave to them.
 """

@@ -1,4 +1,4 @@
-"""The course kit: exercise.py makes a folder without the solution and grades what comes back."""
+"""Course: exercise.py makes a folder without the solution and grades what comes back."""
 
 import json
 import re
@@ -12,12 +12,12 @@ import pytest
 import exercise
 from problems import LEARN, PROBLEMS, SCRIPTS, STAGES
 
-ROOT = Path(exercise.__file__).resolve().parent.parent
+ROOT = exercise.ROOT
 FULL = {p.name: p.points for p in PROBLEMS}
 
 
 def run(*arguments):
-    command = [sys.executable, ROOT / "tests" / "exercise.py", *arguments]
+    command = [sys.executable, Path(exercise.__file__), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""The homework, as a table: the functions and stages left out, and what is said in their place.
+"""Course: the homework as a table: what is left out, and what is said in its place.
 
 `exercise.py` makes the handout and the grader from it. A problem's hints are ordered steps; its
 tests are those of the house whose names match `tests`.

@@ -1,6 +1,6 @@
-"""Two processes of one thread against one: where does the time of a step go?
+"""Bench: two processes of one thread against one: where does the time of a step go?
 
-    python tests/scaling.py [--model tiny|26m|wide] [--turns 2]
+    python tests/bench/scaling.py [--model tiny|26m|wide] [--turns 2]
 
 The same global batch, all answers of one length, the steps of grpo.train() itself; turns alternate.
 FSDP and gloo work only in the two. gloo's share: the time that rank 0 spends in collectives, with

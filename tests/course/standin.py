@@ -1,4 +1,4 @@
-"""Stand-ins: pytest plugins that let a marked function be run elsewhere, test by test.
+"""Course: pytest plugins that let a marked function be run elsewhere, test by test.
 
 The house's tests call `grpo.kl_k3(...)`. While a test of the problem `grpo.kl_k3` runs, that name
 leads to `Grader`, which asks a process with the student's file (worker.py) and compares nothing
@@ -28,7 +28,7 @@ import torch
 import worker
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 
 # --- the other process ---------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""What only a GPU can show, in one go of a few minutes. Not collected by pytest.
+"""Bench: what only a GPU can show, in one go of a few minutes. Not collected by pytest.
 
-    python tests/gpu.py                      on a GPU
-    python tests/gpu.py --small              the same steps, shrunk, on any machine
-    python tests/gpu.py --smollm2 FOLDER     also two steps of that model on the built-in problems
+    python tests/bench/gpu.py                   on a GPU
+    python tests/bench/gpu.py --small           the same steps, shrunk, on any machine
+    python tests/bench/gpu.py --smollm2 FOLDER  also two steps of that model, built-in problems
 
 Prints: the tiny run's accuracy and seconds; for a random Qwen2.5-0.5B shape one GRPO step of 16 x 8
 answers of 256 tokens: seconds per stage, tokens per second, peak memory beside the plan of
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 

@@ -1,4 +1,4 @@
-"""Where a student's code runs: a process that gets inputs and gives back outputs, nothing else.
+"""Course: where a student's code runs: a process that gets inputs and gives back outputs only.
 
 The grader copies this file into an empty folder and starts it there. It imports the heavy
 libraries once, then forks for each problem: the fork imports one file of the student's and answers
