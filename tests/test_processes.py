@@ -8,11 +8,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from forks import ranks
 
 SCRIPTS = ("grpo", "dapo", "gspo", "ppo")
 
@@ -61,27 +63,28 @@ ARGV = (
 )
 
 
-def launch(tmp_path, impl, script, world, extra="", fault="", start=0):
+def launch(folder, impl, script, world, extra="", fault="", start=0):
     """Run a script on given rollouts in `world` processes; returns its run folder.
 
     `fault` is code that plants one; `start` is the rollout to begin with (after a resume).
     """
-    tmp_path.mkdir(exist_ok=True)
-    out = tmp_path / f"{script}-{world}"
+    folder.mkdir(exist_ok=True)
+    out = folder / f"{script}-{world}"
     argv = f"{'' if '--resume' in extra else ARGV} --out_dir {out} {extra}"
-    program = tmp_path / f"{script}_{world}.py"
+    program = folder / f"{script}_{world}.py"
     names = dict(impl=str(impl), script=script, argv=argv, fault=fault, start=start)
     program.write_text(PROGRAM.format(**names))
-    command = [sys.executable, str(program)]
-    if world > 1:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc_per_node", str(world), str(program)]
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in ranks(program, world, program, XDG_CACHE_HOME=str(folder / "cache")):
+        status, _, error = rank.wait()
+        assert status == 0, error[-3000:]
     return out
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, impl):
+    """alone(script): the folder of its run in one process, made once."""
+    folder = tmp_path_factory.mktemp("alone")
+    return cache(lambda script: launch(folder, impl, script, 1, EXTRA[script]))
 
 
 def weights(run):
@@ -113,9 +116,9 @@ EXTRA = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_two_processes_train_the_same_weights(script, tmp_path, impl):
+def test_two_processes_train_the_same_weights(script, alone, tmp_path, impl):
     """After 3 steps of 2 updates: uneven lengths, uneven micro-batches, tied groups, refills."""
-    one = launch(tmp_path, impl, script, 1, EXTRA[script])
+    one = alone(script)
     two = launch(tmp_path, impl, script, 2, EXTRA[script])
     assert worst(weights(one), weights(two)) < 1e-5
     torch.testing.assert_close(
@@ -134,8 +137,7 @@ FAULTS = {  # what a wrong reduction looks like, planted; the comparison must no
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_noticed(fault, tmp_path, impl):
-    one = launch(tmp_path, impl, "grpo", 1, EXTRA["grpo"])
+def test_a_planted_fault_is_noticed(fault, alone, tmp_path, impl):
     planted = FAULTS[fault]
     if "world" in planted:  # only the loop's factor, not the plumbing
         planted = (
@@ -143,7 +145,7 @@ def test_a_planted_fault_is_noticed(fault, tmp_path, impl):
             "fake.world = lambda: 1\nscript.common = fake"
         )
     two = launch(tmp_path, impl, "grpo", 2, EXTRA["grpo"], fault=planted)
-    assert worst(weights(one), weights(two)) > 1e-4
+    assert worst(weights(alone("grpo")), weights(two)) > 1e-4
 
 
 def test_a_step_without_any_group(tmp_path, impl):
@@ -167,19 +169,18 @@ def test_bfloat16_alone_takes_the_sharded_path(tmp_path, impl):
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_resume_at_another_world_size(world, tmp_path, impl):
+def test_resume_at_another_world_size(world, alone, tmp_path, impl):
     """A run of one process goes on in two, and the other way round."""
     run = launch(tmp_path, impl, "grpo", world, EXTRA["grpo"] + " --steps 1")
     out = tmp_path / f"grpo-{3 - world}"
     os.rename(run, out)
     again = launch(tmp_path, impl, "grpo", 3 - world, "--resume --steps 3", start=1)
-    whole = launch(tmp_path / "whole", impl, "grpo", 1, EXTRA["grpo"])
-    assert worst(weights(again), weights(whole)) < 1e-5
+    assert worst(weights(again), weights(alone("grpo"))) < 1e-5
 
 
-def fail_in_two(tmp_path, impl, lines, flags):
-    """What two processes print that start like grpo.py and then run these lines."""
-    program = tmp_path / "broken.py"
+def broken(folder, impl, lines, flags=""):
+    """A program that starts as grpo.py does in each process, and then runs these lines."""
+    program = folder / "broken.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(impl)!r})\n"
         "import common, grpo, torch.distributed as dist\n"
@@ -187,21 +188,23 @@ def fail_in_two(tmp_path, impl, lines, flags):
         "cfg = common.parse_args(grpo.Config, grpo.TINY, argv)\n"
         f"common.start_processes(cfg)\n{lines}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         str(program)],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path,
-    )
-    assert done.returncode != 0
-    return done.stderr
+    return program
 
 
 def test_a_rank_that_fails_takes_the_job_down(tmp_path, impl):
-    """Its message is shown and torchrun ends with an error, soon."""
+    """By torchrun itself: its message is shown and torchrun ends with an error, soon."""
     ill = "if common.rank() == 1:\n    raise RuntimeError('rank 1 is ill')\ndist.barrier()"
-    assert "rank 1 is ill" in fail_in_two(tmp_path, impl, ill, "")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         broken(tmp_path, impl, ill)],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    )
+    assert done.returncode != 0 and "rank 1 is ill" in done.stderr
 
 
 def test_fewer_questions_than_processes_are_refused(tmp_path, impl):
-    said = fail_in_two(tmp_path, impl, "dist.barrier()", "--prompts_per_step 1 --minibatches 1")
+    few = broken(tmp_path, impl, "dist.barrier()", "--prompts_per_step 1 --minibatches 1")
+    done = [rank.wait() for rank in ranks(few, 2, few)]
+    assert [status for status, _, _ in done] == [2, 2]
+    said = "".join(error for _, _, error in done)
     assert "error: --prompts_per_step 1: 2 processes" in said and "failed:" not in said

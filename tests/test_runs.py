@@ -15,7 +15,6 @@ import random
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ import dapo
 import grpo
 import gspo
 import ppo
+from forks import Fork
 
 SCRIPTS = {"grpo": grpo, "dapo": dapo, "gspo": gspo, "ppo": ppo}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
@@ -507,19 +507,12 @@ def test_what_a_kill_left_is_swept_up(stopped, whole):
     assert not list(folder.rglob(".tmp-*"))
 
 
-def start(impl, name, *argv):
-    """A script in a process of its own."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
-    return subprocess.Popen([sys.executable, impl / f"{name}.py", *map(str, argv)], env=env,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(condition, process, seconds=300):
-    """Until the condition holds; an error if the process ends before."""
+def wait_for(condition, fork, seconds=300):
+    """Until the condition holds; an error if the program ends before."""
     for _ in range(100 * seconds):
         if condition():
             return
-        assert process.poll() is None, process.communicate()[1]
+        assert fork.process.exitcode is None, fork.err.read_text()
         time.sleep(0.01)
     raise TimeoutError
 
@@ -545,11 +538,11 @@ def test_kill_9_at_random_moments(impl, short, tmp_path):
     for attempt in range(2):
         begin = last_checkpoint(folder)
         command = argv if attempt == 0 else ["--resume"]
-        process = start(impl, "grpo", *command, "--out_dir", folder)
-        wait_for(lambda: last_checkpoint(folder) > begin, process)
+        fork = Fork(tmp_path / "log", impl / "grpo.py", *command, "--out_dir", folder)
+        wait_for(lambda: last_checkpoint(folder) > begin, fork)
         time.sleep(random.uniform(0, 0.3))
-        process.kill()
-        process.communicate()
+        fork.process.kill()
+        fork.process.join()
         for path in folder.glob("checkpoints/step-*"):  # each is whole
             assert json.loads((path / "state.json").read_text())["step"] == int(path.name[5:])
             load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
@@ -562,13 +555,13 @@ def test_kill_9_at_random_moments(impl, short, tmp_path):
 def test_sigterm_ends_the_step_and_saves(impl, short, tmp_path):
     """A preempted job loses nothing, and prints the way to go on."""
     folder = tmp_path / "my run"
-    process = start(impl, "grpo", *short("grpo"), "--steps", 1000, "--eval_every", 1000,
-                    "--save_every", 1000, "--out_dir", folder)
+    fork = Fork(tmp_path / "log", impl / "grpo.py", *short("grpo"), "--steps", 1000,
+                "--eval_every", 1000, "--save_every", 1000, "--out_dir", folder)
     table = folder / "metrics.csv"
-    wait_for(lambda: table.exists() and table.read_text().count("\n") > 2, process)
-    process.terminate()
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    wait_for(lambda: table.exists() and table.read_text().count("\n") > 2, fork)
+    fork.process.terminate()
+    status, out, err = fork.wait()
+    assert status == 0, err
     assert table.read_text().endswith("\n")
     step = last_checkpoint(folder)
     assert int(metrics(folder)[-1]["step"]) == step > 0
