@@ -483,6 +483,7 @@ class Batch:
     correct: torch.Tensor = None  # (N,) float32: 1 right, 0 wrong, NaN without a gold answer
     truncated: torch.Tensor = None  # (N,) float32: 1 where no stop token came
     sampler_logp: torch.Tensor = None  # (N, T) float32, NaN where not recorded
+    group_size: int = 1  # G: so many consecutive rows answer one prompt
 
     def __len__(self):
         return len(self.texts)
@@ -494,24 +495,22 @@ class Batch:
         whole = {}
         for name, first in vars(batches[0]).items():
             parts = [getattr(batch, name) for batch in batches]
-            if first is None:
-                whole[name] = None
-            elif isinstance(first, list):
+            if isinstance(first, list):
                 whole[name] = list(itertools.chain(*parts))
-            elif name in fills:
+            elif name in fills and first is not None:
                 whole[name] = pad_cat(parts, fills[name], left=name.startswith("prompt"))
             else:
-                whole[name] = torch.cat(parts)
+                whole[name] = torch.cat(parts) if torch.is_tensor(first) else first
         return cls(**whole)
 
     def select(self, rows):
-        """The rows with these indices, (n,) int64."""
-        picked, chosen = {}, rows.tolist()
-        for name, value in vars(self).items():
+        """The rows with these indices, (n,) int64: whole groups of them."""
+        picked = dict(vars(self))
+        for name, value in picked.items():
             if isinstance(value, list):
-                picked[name] = [value[i] for i in chosen]
-            else:
-                picked[name] = None if value is None else value[rows]
+                picked[name] = [value[i] for i in rows.tolist()]
+            elif torch.is_tensor(value):
+                picked[name] = value[rows]
         return Batch(**picked)
 
     def to(self, where):
@@ -606,9 +605,8 @@ def _micros(batch, rows, micro_tokens):
 def micro_of(batch, rows):
     prompt_len = int(batch.prompt_mask[rows].sum(-1).max())
     response_len = int(batch.mask[rows].sum(-1).max())
-    prompts = torch.where(batch.prompt_mask[rows].bool(), batch.prompt_ids[rows], -1)
-    groups = prompts.unique(dim=0, return_inverse=True)[1]
-    if response_len == 1 or int(groups.max()) + 1 == len(rows):  # nothing to gain
+    groups = rows // batch.group_size  # the rollout keeps the answers to a prompt together
+    if response_len == 1 or len(groups.unique()) == len(rows):  # nothing to gain
         groups = None
     return Micro(rows, prompt_len, response_len, batch.mask[rows, :response_len], groups)
 

@@ -401,7 +401,6 @@ def cold_start(model, tokenizer, lessons, cfg):
         batch = common.Batch(rows, texts, *left, *right)
         (minibatch,) = common.cut(batch, 1, cfg.micro_tokens)
         for micro in minibatch.micros:
-            micro.groups = None
             logp, _ = common.micro_logps(model, batch, micro, temperature=1.0, entropy="off")
             loss = -(logp * micro.mask).sum() / minibatch.tokens
             (loss * common.world()).backward()
@@ -548,12 +547,11 @@ def save_optimizer(model, optimizer, path):
     """Write AdamW's state as whole tensors, one for each part of each parameter; rank 0 writes."""
     from torch.distributed.checkpoint import state_dict as dcp  # a second of imports
 
-    whole = {"state": {}}
+    whole, tensors = {}, {}
     if optimizer.state:  # of an optimizer that has not stepped, torch would make one up
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole = dcp.get_optimizer_state_dict(model, optimizer, options=options)
-    tensors = {}
-    for key, parts in whole["state"].items():
+        whole = dcp.get_optimizer_state_dict(model, optimizer, options=options)  # {} on ranks > 0
+    for key, parts in whole.get("state", {}).items():
         for part, value in parts.items():
             tensors[f"{part}.{key}"] = value.contiguous()
     if rank() == 0:

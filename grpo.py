@@ -173,6 +173,7 @@ def rollout(sampler, questions, group_size, seed):
         mask=mask,
         truncated=sampler.truncated(tokens),
         sampler_logp=sampler_logp,
+        group_size=group_size,
     )
     return common.gather(batch, sampler.pad)
 
