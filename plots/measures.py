@@ -18,6 +18,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "plots")]
 import common  # noqa: E402
+import experiment  # noqa: E402
 import figures  # noqa: E402
 
 # --- quantities: functions of an arm's run -------------------------------------------------------
@@ -130,11 +131,13 @@ def first_rollout(script, seed, quick, **changes):
     small = dict(cold_start=20, prompts_per_step=4) if quick else dict(prompts_per_step=32)
     with tempfile.TemporaryDirectory() as folder:
         cfg = module.Config(**module.TINY | small | dict(seed=seed, out_dir=folder) | changes)
-        run, data, policy, sampler = common.set_up(cfg, module.__file__)
-        batch = module.rollout(sampler, run.next_questions(data.train), cfg, seed=(0,))
-    batch.rewards, batch.correct = common.Scorer(cfg)(batch)
+        run, _, data, policy, sampler = experiment.set_up(cfg, module.__file__)
+        questions = run.next_questions(data.train)
+        batch = module.rollout(sampler, questions, cfg.group_size, seed=(seed, 0))
+    batch.rewards, batch.correct = experiment.Scorer(cfg)(batch)
     advantages = module.group_advantages(batch.rewards, cfg.group_size)
-    return module, cfg, policy, batch, advantages, common.cut(batch, cfg)
+    return module, cfg, policy, batch, advantages, common.cut(
+        batch, cfg.minibatches, cfg.micro_tokens)
 
 
 def gradient(policy, loss):
@@ -154,7 +157,7 @@ def length_bias(seed, quick, out):
     dapo, cfg, policy, batch, advantages, cuts = first_rollout("dapo", seed, quick, minibatches=1,
                                                                micro_tokens=10**9)
     micros = cuts[0].micros
-    logp = [common.micro_logps(policy, batch, micro, cfg, "off")[0] for micro in micros]
+    logp = [common.micro_logps(policy, batch, micro, cfg.temperature, "off")[0] for micro in micros]
     logp, mask = common.pad_cat(logp, 0.0), common.pad_cat([micro.mask for micro in micros], 0)
     advantage = torch.cat([micro.take(advantages) for micro in micros])
     lengths = mask.sum(1).float()
@@ -200,23 +203,25 @@ def ratios(seed, quick, out, model="tiny"):
     share of (token, layer) whose set of experts is another one after the updates.
     """
     gspo, cfg, policy, batch, advantages, cuts = first_rollout("gspo", seed, quick, model=model)
-    old, before = common.whole_logps(policy, batch, cuts, cfg), routes(policy, batch, cuts)
+    old = common.whole_logps(policy, batch, cuts, cfg.temperature)
+    before = routes(policy, batch, cuts)
     optimizer = common.make_optimizer(policy, cfg.lr)
     for minibatch in cuts[:-1]:
         for micro in minibatch.micros:
-            logp, _ = common.micro_logps(policy, batch, micro, cfg, "off")
+            logp, _ = common.micro_logps(policy, batch, micro, cfg.temperature, "off")
             weights = gspo.token_weights(micro.mask, total=len(minibatch.rows))
             loss, _ = gspo.policy_loss(logp, micro.take(old), micro.take(advantages), micro.mask,
                                        weights, cfg.clip_low, cfg.clip_high)
             loss.backward()
-        common.optimizer_step(policy, optimizer, cfg.max_grad_norm, 1.0)
+        common.optimizer_step(policy, optimizer, cfg.lr, cfg.max_grad_norm)
     rows = cuts[-1].rows
     mask = batch.mask[rows].bool()
-    shift = (common.whole_logps(policy, batch, cuts, cfg) - old)[rows] * mask
+    moved = common.whole_logps(policy, batch, cuts, cfg.temperature)
+    shift = (moved - old)[rows] * mask
     token, answer = shift[mask].var().item(), (shift.sum(1) / mask.sum(1)).var().item()
     after = routes(policy, batch, cuts)
-    moved = 0.0 if after is None else (before != after).any(-1).float().mean().item()
-    return dict(token=token, answer=answer, reduction=token / answer, rerouted=moved)
+    rerouted = 0.0 if after is None else (before != after).any(-1).float().mean().item()
+    return dict(token=token, answer=answer, reduction=token / answer, rerouted=rerouted)
 
 
 def ratios_moe(seed, quick, out):
@@ -231,7 +236,7 @@ def small_critic(seed, quick, out):
     if not (home / "final" / "config.json").is_file():
         cold = 20 if quick else grpo.TINY["cold_start"]
         cfg = grpo.Config(**grpo.TINY | dict(seed=seed, cold_start=1))
-        tiny = common.builtin_folder(cfg)
+        tiny = experiment.builtin_folder(cfg)
         config = transformers.AutoConfig.from_pretrained(tiny)
         config.update(dict(hidden_size=16, num_hidden_layers=1, intermediate_size=64, head_dim=4))
         config.layer_types = config.layer_types[:1]

@@ -21,6 +21,7 @@ import transformers
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
+import experiment  # noqa: E402
 
 GB = 1e9  # bytes
 RESERVE = 2 * GB  # CUDA context, NCCL, cuBLAS, gaps between the allocator's blocks: an allowance
@@ -43,7 +44,7 @@ def shape(name, task="CausalLM"):
         if known and not Path(name).is_dir():
             config = transformers.Qwen2Config(**dict(zip(KEYS, known)), dtype="bfloat16")
         else:
-            config = transformers.AutoConfig.from_pretrained(common.find_model(name))
+            config = transformers.AutoConfig.from_pretrained(experiment.find_model(name))
         config.num_labels = 1
         with torch.device("meta"):
             model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
@@ -218,7 +219,7 @@ def report(script, cfg, gpus, gb):
 def config(script, argv):
     """The script's own Config from its own flags."""
     module = importlib.import_module(script)
-    return common.parse_args(module.Config, module.TINY, argv)
+    return experiment.parse_args(module.Config, module.TINY, argv)
 
 
 def table():
@@ -250,7 +251,7 @@ def main(argv=None):
     if not (0 < own.gpus and 0 < own.gb < inf):
         common.fail(f"--gpus {own.gpus} --gb {own.gb}: must be numbers > 0")
     cfg = None if own.table else config(own.script, flags)
-    if cfg and cfg.model in common.BUILTIN:
+    if cfg and cfg.model in experiment.BUILTIN:
         common.fail(f"--model {cfg.model} fits anywhere; name another, e.g. --model Qwen2.5-7B")
     print(report(own.script, cfg, own.gpus, own.gb) if cfg else table())
 

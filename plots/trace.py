@@ -16,6 +16,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
+import experiment  # noqa: E402
 
 QUESTIONS = [  # question, gold, three answers; | stands for a line break, . for the end token
     ("Ana has 5 eggs, buys 2. How many now?", "7", ("5+2=7|#### 7.", "#### 3.", "5+2=7|wait.")),
@@ -31,14 +32,14 @@ def make_batch(cfg, answers):
     """The first `answers` answers to each question: a scored `common.Batch`, its tokens' names."""
     rows = [(SimpleNamespace(question=question, gold=gold), text)
             for question, gold, texts in QUESTIONS for text in texts[:answers]]
-    tokenizer = common._tiny_tokenizer()
+    tokenizer = experiment._tiny_tokenizer()
     texts = [text.replace("|", "\n").removesuffix(".") for _, text in rows]
     ids = [tokenizer(text).input_ids + [tokenizer.eos_token_id] * row[1].endswith(".")
            for text, row in zip(texts, rows)]
     tokens = common.pad_cat([torch.tensor([row]) for row in ids], tokenizer.pad_token_id)
     mask = common.response_mask(tokens, [tokenizer.eos_token_id])
     batch = common.Batch([row[0] for row in rows], texts, None, None, tokens, mask)
-    batch.rewards, batch.correct = (x.double() for x in common.Scorer(cfg)(batch))
+    batch.rewards, batch.correct = (x.double() for x in experiment.Scorer(cfg)(batch))
     names = [tokenizer.convert_ids_to_tokens(row) for row in tokens.tolist()]
     return batch, [[{"\n": "\\n", " ": "_"}.get(name, name) for name in row] for row in names]
 

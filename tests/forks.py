@@ -17,7 +17,8 @@ SERVER.set_forkserver_preload([
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.convert_slow_tokenizer",
     "datasets", "pytest"])
-OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}  # read on import
+# What the libraries read when they are imported.
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
 
 
 class Fork:

@@ -73,9 +73,9 @@ def save_folder(folder, model=None, tokenizer=None, **generation):
 def settings(**changes):
     """What the rooms read of a script's Config."""
     return SimpleNamespace(**dict(
-        model="the model under test", data="a file", seed=0, max_prompt_len=64, max_new_tokens=8,
-        temperature=1.0, rollout_batch=64, minibatches=1, micro_tokens=10**6, dtype="float32",
-        gradient_checkpointing=False, critic="") | changes)
+        model="the model under test", data="a file", max_prompt_len=64, max_new_tokens=8,
+        temperature=1.0, rollout_batch=64, dtype="float32", gradient_checkpointing=False,
+        critic="") | changes)
 
 
 def ragged_batch(rng, rows=8, prompt=6, answer=9):

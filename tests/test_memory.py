@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.append(str(Path(__file__).parents[1] / "plots"))
 import memory  # noqa: E402
-from memory import common  # noqa: E402
+from memory import common, experiment  # noqa: E402
+
+import ppo  # noqa: E402  memory has put its folder on the path
 
 SMALL = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
 DEEP = SMALL | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=1000)
@@ -162,9 +165,9 @@ def test_update(folder, monkeypatch, case):
     mask = (torch.arange(row) >= 3 * (torch.arange(rows) == 0)[:, None]).long()  # some padding
 
     def loss(policy):
-        return common.token_logps(policy, ids, mask, answer)[0].sum()
+        return logps(policy, ids, mask, answer)[0].sum()
 
-    check_update(cfg, gpus, common.load_policy, loss, "policy", telling)
+    check_update(cfg, gpus, load_policy, loss, "policy", telling)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -176,9 +179,9 @@ def test_update_of_shared_prompts(folder, dtype):
     mask = (torch.arange(256) >= 3 * (groups == 0)[:, None]).long()
 
     def loss(policy):
-        return common.token_logps(policy, ids, mask, 64, groups=groups)[0].sum()
+        return logps(policy, ids, mask, 64, groups=groups)[0].sum()
 
-    check_update(cfg, 1, common.load_policy, loss, "policy", ["activations"])
+    check_update(cfg, 1, load_policy, loss, "policy", ["activations"])
 
 
 @pytest.mark.parametrize("gpus, dtype", [(1, "float32"), (4, "bfloat16")])
@@ -191,12 +194,23 @@ def test_update_of_the_critic(folder, monkeypatch, gpus, dtype):
     batch = common.Batch(None, [], ids[:, :192], mask[:, :192], ids[:, 192:], mask[:, 192:])
     monkeypatch.setattr(common, "load_tokenizer", lambda path: STUB)  # a made-up model has none
 
-    def load(path, cfg):
-        run, sampler = SimpleNamespace(start=path, checkpoint=None), SimpleNamespace(tokenizer=STUB)
-        return common.load_critic(run, sampler, cfg)
+    def load_critic(cfg):
+        return ppo.load_critic(SimpleNamespace(start=cfg.model, checkpoint=None), STUB, cfg)
 
-    check_update(cfg, gpus, load, lambda critic: common.micro_values(critic, batch, micro).sum(),
-                 "critic", ["activations"])
+    def loss(critic):
+        return ppo.micro_values(critic, batch, micro).sum()
+
+    check_update(cfg, gpus, load_critic, loss, "critic", ["activations"])
+
+
+def logps(policy, *args, **options):
+    """As `common.micro_logps` calls it: a sharded model's own method gathers its weights first."""
+    function = getattr(policy, "token_logps", None) or partial(common.token_logps, policy)
+    return function(*args, **options)
+
+
+def load_policy(cfg):
+    return common.load_policy(cfg.model, cfg.dtype, cfg.gradient_checkpointing)
 
 
 def check_update(cfg, gpus, load, loss, role, telling):
@@ -207,7 +221,7 @@ def check_update(cfg, gpus, load, loss, role, telling):
     assert sharded == (gpus > 1 or cfg.dtype == "bfloat16")
     with ranks(gpus if sharded else 0), Meter() as meter:
         with record_function("WEIGHTS"):
-            model = load(cfg.model, cfg)
+            model = load(cfg)
         optimizer = common.make_optimizer(model, 1e-6)
         if not sharded:
             optimizer.param_groups[0]["foreach"] = True  # as it is on a GPU
@@ -244,7 +258,7 @@ def test_sampling(folder, case):
     path = folder(shape)
     cfg = replace(memory.config("grpo", ["--model", path]), prompts_per_step=questions, eval_size=1,
                   group_size=group, max_prompt_len=prompt, max_new_tokens=answer, dtype=dtype)
-    sampler = common.Sampler(common.load_frozen(path, cfg), path, STUB, cfg)
+    sampler = common.Sampler(common.load_frozen(path, cfg.dtype), path, STUB, cfg)
     ids = torch.randint(2, shape["vocab_size"], (questions, prompt))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -273,17 +287,17 @@ def worker(folder):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="?")
     common.load_tokenizer = lambda path: tokenizer
-    common.evaluate = lambda *_: {}
+    experiment.evaluate = lambda *_: {}
     common.end_processes = lambda: None
-    finish = common.Run.finish
+    finish = experiment.finish
     for script, flags in RUNS.items():
         out = f"{folder}/{script}"
         cfg = memory.config(script, [
             "--model", folder, "--data", f"{folder}/data.jsonl", "--out_dir", out, "--steps", "1",
             "--prompts_per_step", "8", "--minibatches", "2", "--eval_size", "1",
             "--max_new_tokens", "16", *flags])
-        questions = common.load_questions(cfg).train
-        common.encode(tokenizer, questions, cfg)
+        questions = experiment.load_questions(cfg.data, cfg.reward, cfg.eval_size).train
+        experiment.encode(tokenizer, questions, cfg)
         cfg.max_prompt_len = max(len(question.prompt_ids) for question in questions)
         with contextlib.ExitStack() as blocks:
             meter = blocks.enter_context(Meter())
@@ -293,7 +307,7 @@ def worker(folder):
                 blocks.close()
                 finish(run, *rest)
 
-            common.Run.finish = measured
+            experiment.finish = measured
             importlib.import_module(script).train(cfg)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # the handlers hold on to the run

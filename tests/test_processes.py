@@ -23,7 +23,7 @@ SCRIPTS = ("grpo", "dapo", "gspo", "ppo")
 PROGRAM = '''
 import sys, hashlib, torch
 sys.path.insert(0, {impl!r})
-import common, {script} as script
+import common, experiment, {script} as script
 {fault}
 LIMIT = 12
 
@@ -51,10 +51,10 @@ def score(self, batch):  # right or wrong by the tokens: about half are right, t
     right = torch.tensor([float(sum(row) % 2) for row in (batch.tokens * batch.mask).tolist()])
     return right.clone(), right
 
-common.Scorer.__call__ = score
-common.evaluate = lambda *a: {{}}
+experiment.Scorer.__call__ = score
+experiment.evaluate = lambda *a: {{}}
 argv = {argv!r}.split()
-script.train(common.parse_args(script.Config, script.TINY, argv))
+script.train(experiment.parse_args(script.Config, script.TINY, argv))
 '''
 
 ARGV = (
@@ -183,10 +183,10 @@ def broken(folder, impl, lines, flags=""):
     program = folder / "broken.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(impl)!r})\n"
-        "import common, grpo, torch.distributed as dist\n"
+        "import common, experiment, grpo, torch.distributed as dist\n"
         f"argv = '{ARGV} --group_size 4 {flags}'.split()\n"
-        "cfg = common.parse_args(grpo.Config, grpo.TINY, argv)\n"
-        f"common.start_processes(cfg)\n{lines}\n"
+        "cfg = experiment.parse_args(grpo.Config, grpo.TINY, argv)\n"
+        f"common.start_processes(cfg.dtype, cfg.prompts_per_step)\n{lines}\n"
     )
     return program
 

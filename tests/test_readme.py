@@ -69,12 +69,12 @@ def test_flags_exist():
     for command in COMMAND.findall(page.read_text())], ids=" ".join)
 def test_commands_are_taken(command, tmp_path, monkeypatch):
     """Every command line of a script that a README shows is one that it accepts."""
-    common = importlib.import_module("common")
+    experiment = importlib.import_module("experiment")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     script, argv = importlib.import_module(command[0]), shlex.split(command[1].replace("\\\n", " "))
     if "--help" not in argv:
-        common.parse_args(script.Config, script.TINY, argv)
+        experiment.parse_args(script.Config, script.TINY, argv)
 
 
 if __name__ == "__main__":

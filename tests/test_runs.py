@@ -28,6 +28,7 @@ from tokenizers import models as pieces
 
 import common
 import dapo
+import experiment
 import grpo
 import gspo
 import ppo
@@ -78,7 +79,7 @@ def place(tmp_path_factory):
 
 def run(name, *argv):
     """A run in this process."""
-    cfg = common.parse_args(SCRIPTS[name].Config, SCRIPTS[name].TINY, [str(a) for a in argv])
+    cfg = experiment.parse_args(SCRIPTS[name].Config, SCRIPTS[name].TINY, [str(a) for a in argv])
     SCRIPTS[name].train(cfg)
 
 
@@ -189,21 +190,21 @@ def test_samples(whole, name):
 
 def test_the_advantage_in_a_sample_is_the_mean_of_its_own_tokens(short, tmp_path, monkeypatch):
     """PPO has one a token; padding is none of them."""
-    given, log = [], common.Run.log
+    given, whiten = [], ppo.whiten
 
-    def note(run, batch, advantages, *args, **values):
-        given.append((batch, advantages))
-        log(run, batch, advantages, *args, **values)
+    def note(x, mask):
+        given.append((whiten(x, mask), mask.bool()))
+        return given[-1][0]
 
-    monkeypatch.setattr(common.Run, "log", note)
+    monkeypatch.setattr(ppo, "whiten", note)
     run("ppo", *short("ppo"), "--out_dir", tmp_path / "run")
-    means = [advantages[i, batch.mask[i].bool()].mean().item() for batch, advantages in given[1::2]
-             for i in range(0, len(batch), max(1, len(batch) // 4))]
+    means = [advantages[i, mask[i]].mean().item() for advantages, mask in given[1::2]
+             for i in range(0, len(mask), max(1, len(mask) // 4))]
     assert [row["advantage"] for row in samples(tmp_path / "run")] == pytest.approx(means)
 
 
 SOUND = dict(truncated_frac=0.1, tied_frac=0.5, entropy=0.1, ref_kl=0.1, sampler_gap=1e-5,
-             accuracy=0.0, reward=0.0)
+             accuracy=0.0, reward=0.0, step=5)
 
 
 @pytest.mark.parametrize("change, first_kl, right, warning", [
@@ -212,15 +213,17 @@ SOUND = dict(truncated_frac=0.1, tied_frac=0.5, entropy=0.1, ref_kl=0.1, sampler
     ({}, 1e-5, True, "ratio was not 1"), (dict(ref_kl=1.1), 0.0, True, "far from the reference"),
     (dict(sampler_gap=0.6), 0.0, True, "sampler and trainer"), ({}, 0.0, False, "ever right"),
     (dict(accuracy=None), 0.0, False, None)])
-def test_an_unhealthy_run_says_so_once(capsys, change, first_kl, right, warning):
+def test_what_is_unhealthy(change, first_kl, right, warning):
     """A step without any right answer is no alarm once there was one."""
-    run = object.__new__(common.Run)
-    run.state, run.warned = {"step": 5, "right": right}, set()
-    for _ in range(2):
-        run._health(SOUND | change, first_kl)
-    said = capsys.readouterr().out.splitlines()
+    said = experiment.unhealthy(SOUND | change, first_kl, right)
     assert len(said) == (warning is not None)
-    assert warning is None or said[0].startswith("warning: step 5: ") and warning in said[0]
+    assert warning is None or warning in said[0]
+
+
+def test_a_warning_is_said_once(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiment, "unhealthy", lambda *_: ["it coughs"])
+    run("grpo", *short("grpo"), "--steps", 2, "--out_dir", tmp_path / "run")
+    assert capsys.readouterr().out.count("it coughs") == 1
 
 
 def test_the_commands_at_the_end_can_be_pasted(short, tmp_path, capsys):
@@ -238,7 +241,7 @@ def test_the_commands_at_the_end_can_be_pasted(short, tmp_path, capsys):
 def test_a_right_answer_is_remembered(short, tmp_path, monkeypatch, capsys):
     """Right in the first step only: what went wrong later is not that nothing is ever right."""
     verdicts = [1.0, 0.0, 0.0, 0.0]
-    monkeypatch.setattr(common.Scorer, "__call__", lambda scorer, batch: (
+    monkeypatch.setattr(experiment.Scorer, "__call__", lambda scorer, batch: (
         torch.zeros(len(batch)), torch.full((len(batch),), verdicts.pop(0))))
     run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
     assert not verdicts and "ever right:" not in capsys.readouterr().out
@@ -338,7 +341,7 @@ def stopped(short, tmp_path, monkeypatch):
     def stopped(name, step, *argv):
         folder = tmp_path / f"stopped-{name}"
         with monkeypatch.context() as patch:
-            patch.setattr(common.Run, "stopping", lambda run: run.step >= step)
+            patch.setattr(experiment.Run, "stopping", lambda run: run.step >= step)
             run(name, *short(name), *argv, "--out_dir", folder)
         assert checkpoints(folder)[-1] == f"step-{step:06d}" and not (folder / "final").exists()
         return folder
@@ -389,11 +392,11 @@ def test_every_rollout_draws_anew(short, name, tmp_path, monkeypatch):
     seeds, asked = [], []
     seed_all, rollout = common.seed_all, SCRIPTS[name].rollout
 
-    def noted_rollout(sampler, questions, cfg, seed):
+    def noted_rollout(sampler, questions, group_size, seed):
         asked.extend(row.question for row in questions)
         with monkeypatch.context() as patch:
             patch.setattr(common, "seed_all", lambda *n: (seeds.append(n), seed_all(*n)))
-            return rollout(sampler, questions, cfg, seed)
+            return rollout(sampler, questions, group_size, seed)
 
     monkeypatch.setattr(SCRIPTS[name], "rollout", noted_rollout)
     run(name, *short(name), "--out_dir", tmp_path / "run")
@@ -406,7 +409,7 @@ def test_more_steps_than_asked_for_at_first(short, whole, tmp_path, monkeypatch)
     folder = tmp_path / "run"
     run("grpo", *short("grpo"), "--steps", 2, "--out_dir", folder)
     with monkeypatch.context() as patch:
-        patch.setattr(common.Run, "stopping", lambda run: run.step >= 3)
+        patch.setattr(experiment.Run, "stopping", lambda run: run.step >= 3)
         run("grpo", "--resume", "--out_dir", folder, "--steps", 4)
     run("grpo", "--resume", "--out_dir", folder)
     assert_same_run(folder, whole("grpo"))
@@ -452,11 +455,11 @@ class Killed(BaseException):
 
 MOMENTS = {  # (module, function) and whether this call of it is the last thing that happens
     "before the first checkpoint":
-        (common, "save_model", lambda sampler, model, folder, *_, **__: "000001" in str(folder)),
+        (experiment, "save_model", lambda sampler, model, path, *_, **__: "000001" in str(path)),
     "before the weights are written":
-        (common, "save_model", lambda sampler, model, folder, *_, **__: "000003" in str(folder)),
+        (experiment, "save_model", lambda sampler, model, path, *_, **__: "000003" in str(path)),
     "before the optimizer is written":
-        (common, "save_file", lambda tensors, path, *_: "000003" in str(path)),
+        (experiment, "save_file", lambda tensors, path, *_: "000003" in str(path)),
     "before the checkpoint gets its name":
         (os, "replace", lambda old, new: str(new).endswith("step-000003")),
     "before an old checkpoint is removed":
@@ -524,7 +527,7 @@ def last_checkpoint(folder):
 def test_a_kill_never_leaves_half_an_old_checkpoint(short, tmp_path, monkeypatch):
     """What goes is no checkpoint any more when its first file goes; a resume clears it away."""
     gone = []
-    monkeypatch.setattr(common.shutil, "rmtree", lambda path, **_: gone.append(Path(path).name))
+    monkeypatch.setattr(experiment.shutil, "rmtree", lambda path, **_: gone.append(Path(path).name))
     run("grpo", *short("grpo"), "--steps", 3, "--keep", 1, "--out_dir", tmp_path / "run")
     old = [name for name in gone if "step-" in name]
     assert {".tmp-step-000001", ".tmp-step-000002"} <= set(old)
@@ -603,7 +606,7 @@ def test_a_signal_in_the_middle_of_an_update(
 
 def test_a_signal_in_the_last_step(short, whole, tmp_path, monkeypatch, exit_now, capsys):
     """All steps are done, but the test questions are left for --resume: who stops does not wait."""
-    save = common.Run.save
+    save = experiment.Run.save
 
     def signalling(run, sampler):
         if run.step == 4:
@@ -611,7 +614,7 @@ def test_a_signal_in_the_last_step(short, whole, tmp_path, monkeypatch, exit_now
         save(run, sampler)
 
     with monkeypatch.context() as patch:
-        patch.setattr(common.Run, "save", signalling)
+        patch.setattr(experiment.Run, "save", signalling)
         run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
     out = capsys.readouterr().out
     assert "test accuracy" not in out and "--resume" in out
@@ -628,7 +631,7 @@ def test_a_second_signal_stops_at_once(short, tmp_path, monkeypatch, exit_now):
         run.signals[0] -= 3  # seconds ago
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(common.Run, "next_questions", twice)
+    monkeypatch.setattr(experiment.Run, "next_questions", twice)
     with pytest.raises(SystemExit) as stop:
         run("grpo", *short("grpo"), "--out_dir", tmp_path / "run")
     assert stop.value.code == 128 + signal.SIGINT
@@ -691,7 +694,7 @@ def test_one_update_per_rollout(short, whole, name, tmp_path, monkeypatch):
     if name == "ppo":  # needs them for the rewards, so has them anyway
         return
     cut = common.cut
-    monkeypatch.setattr(common, "cut", lambda batch, cfg: Two(cut(batch, cfg)))
+    monkeypatch.setattr(common, "cut", lambda *args: Two(cut(*args)))
     run(name, *argv, "--out_dir", tmp_path / "with")
     assert_same_run(tmp_path / "with", tmp_path / "without")
 

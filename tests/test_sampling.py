@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 import common
+import experiment
 from models import (FOLDERS, REFUSED, VOCAB, WORDS, gradient, save_folder, settings, tiny_model,
                     tiny_tokenizer)
 from oracles import check
@@ -28,7 +29,9 @@ HOSTILE = dict(  # what checkpoints bring along, and more
 
 def sampler_of(folder, **changes):
     cfg, tokenizer = settings(**changes), common.load_tokenizer(folder)
-    return common.Sampler(common.load_policy(folder, cfg), folder, tokenizer, cfg)
+    sampler = common.Sampler(common.load_policy(folder, cfg.dtype), folder, tokenizer, cfg)
+    experiment.check_law(sampler)  # as set_up does
+    return sampler
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +125,7 @@ def test_recording_is_for_the_first_rows(hostile):
 
 def test_a_law_that_cannot_be_cleaned_is_refused(hostile, monkeypatch, capsys):
     """If a future transformers adds one more knob, the run stops instead of training a lie."""
-    monkeypatch.setattr(common.Sampler, "_config", lambda self, n, greedy=False: (
+    monkeypatch.setattr(common.Sampler, "config", lambda self, n, greedy=False: (
         transformers.GenerationConfig(max_new_tokens=n, do_sample=True, min_p=0.1, pad_token_id=0)))
     with pytest.raises(SystemExit) as stop:
         sampler_of(hostile("qwen3"))
@@ -287,8 +290,8 @@ def test_stop_ids_are_a_set_from_three_places(qwen):
 
 def test_lessons_end_as_the_template_does(qwen, hostile):
     """Else a cold start teaches an end that no later prompt of the template expects."""
-    assert common.turn_end(common.load_tokenizer(qwen)) == TURN_END
-    assert common.turn_end(common.load_tokenizer(hostile("qwen3"))) == 1
+    assert experiment.turn_end(common.load_tokenizer(qwen)) == TURN_END
+    assert experiment.turn_end(common.load_tokenizer(hostile("qwen3"))) == 1
 
 
 def questions(*texts):
@@ -298,18 +301,18 @@ def questions(*texts):
 def test_prompts_use_the_template(qwen):
     """And ask for an answer: the assistant's turn is opened."""
     tokenizer = common.load_tokenizer(qwen)
-    (row,) = common.encode(tokenizer, questions("How many?"), settings(max_prompt_len=512))
+    (row,) = experiment.encode(tokenizer, questions("How many?"), settings(max_prompt_len=512))
     assert tokenizer.decode(row.prompt_ids) == (
         "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\nHow many?\n"
-        f"{common.INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n")
+        f"{experiment.INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_prompts_without_a_template(hostile):
     """A base model has none: the plain form (open-r1 #85)."""
     tokenizer = common.load_tokenizer(hostile("qwen3"))
-    (row,) = common.encode(tokenizer, questions("w20 w21"), settings())
-    plain = common.PLAIN_PROMPT.format(
-        question="w20 w21", instruction=f"\n{common.INSTRUCTION}")
+    (row,) = experiment.encode(tokenizer, questions("w20 w21"), settings())
+    plain = experiment.PLAIN_PROMPT.format(
+        question="w20 w21", instruction=f"\n{experiment.INSTRUCTION}")
     assert row.prompt_ids == tokenizer(plain).input_ids and 20 in row.prompt_ids
 
 
@@ -317,7 +320,7 @@ def test_long_prompts_are_dropped_and_counted(hostile, capsys):
     """Cut, a question would be another one."""
     tokenizer = common.load_tokenizer(hostile("qwen3"))
     rows = questions("w20 " * 5, "w21 " * 90)
-    kept = common.encode(tokenizer, rows, settings(max_prompt_len=60), "train questions")
+    kept = experiment.encode(tokenizer, rows, settings(max_prompt_len=60), "train questions")
     assert kept == rows[:1]
     assert "1 of 2 train questions dropped" in capsys.readouterr().out
 
@@ -352,32 +355,32 @@ def test_final_is_what_came_in(qwen, tmp_path):
     """Trained in float32, given back to its users in the form that they knew."""
     sampler = sampler_of(qwen)
     assert {p.dtype for p in sampler.policy.parameters()} == {torch.float32}
-    common.save_model(sampler, sampler.policy, tmp_path, final=True)
+    experiment.save_model(sampler, sampler.policy, tmp_path, final=True)
     assert_as_it_came(tmp_path, qwen)
 
 
 def test_saving_leaves_the_sampler_clean(qwen, tmp_path):
     """The folder's top_k must not come back with its generation_config."""
     sampler = sampler_of(qwen)
-    common.save_model(sampler, sampler.policy, tmp_path, final=True)
+    experiment.save_model(sampler, sampler.policy, tmp_path, final=True)
     assert sampler.model.generation_config.top_k == 0
-    sampler.check()
+    experiment.check_law(sampler)
 
 
 def test_final_of_a_resumed_run_is_what_came_in(qwen, tmp_path):
     """The checkpoint in between is float32, and sampled from with a clean generation_config."""
     sampler = sampler_of(qwen)
-    common.save_model(sampler, sampler.policy, tmp_path / "checkpoint")
+    experiment.save_model(sampler, sampler.policy, tmp_path / "checkpoint")
     resumed = sampler_of(str(tmp_path / "checkpoint"))
     assert resumed.stop_ids == sampler.stop_ids
-    common.save_model(resumed, resumed.policy, tmp_path / "final", final=True)
+    experiment.save_model(resumed, resumed.policy, tmp_path / "final", final=True)
     assert_as_it_came(tmp_path / "final", qwen)
 
 
 def test_checkpoints_are_float32(qwen, tmp_path):
     """Rounded to bfloat16, most of a step's change at lr 1e-6 would be lost."""
     sampler = sampler_of(qwen)
-    common.save_model(sampler, sampler.policy, tmp_path)
+    experiment.save_model(sampler, sampler.policy, tmp_path)
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import common
 import dapo
+import experiment
 import grpo
 import gspo
 import ppo
@@ -28,8 +29,8 @@ def sandbox(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(common.Sampler, "generate", generate)
-    monkeypatch.setattr(common.Scorer, "__call__", verdicts)
-    monkeypatch.setattr(common, "evaluate", lambda *_: {})
+    monkeypatch.setattr(experiment.Scorer, "__call__", verdicts)
+    monkeypatch.setattr(experiment, "evaluate", lambda *_: {})
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -91,7 +92,7 @@ def train(script, *extra):
             "--micro_tokens 300 --eval_size 4 --lr 1e-3 --keep 9 --temperature 0.7 --out_dir run")
     argv = f"{argv} --group_size {G}".split() if "--resume" not in extra else ["--out_dir", "run"]
     argv += ["--overlong_buffer", "4"] * (script is dapo and "--resume" not in extra)
-    cfg = common.parse_args(script.Config, script.TINY, [*argv, *extra])
+    cfg = experiment.parse_args(script.Config, script.TINY, [*argv, *extra])
     script.train(cfg)
     return cfg
 
@@ -99,14 +100,14 @@ def train(script, *extra):
 @pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS.keys())
 def watched(request, monkeypatch):
     watch = Watch(monkeypatch, request.param)
-    watch.cfg = train(request.param, "--steps", "1")
+    watch.cfg = train(request.param, "--steps", "1", "--lr_warmup", "3")
     return watch
 
 
 def test_a_step_is_what_it_says(watched):
     """Two updates, from one cut into several micro-batches."""
     updates, (cut,) = watched.updates(), watched.of("cut")
-    (batch, _), cuts = cut.args, cut.result
+    batch, cuts = cut.args[0], cut.result
     assert len(updates) == 2 and all(len(update) > 1 for update in updates)
     rows = [micro.rows for minibatch in cuts for micro in minibatch.micros]
     calls = [call for update in updates for call in update]
@@ -121,6 +122,14 @@ def test_a_step_is_what_it_says(watched):
             logp, old, mask = call.args[0], call.args[1], call.args[3].bool()
             assert logp.requires_grad and not old.requires_grad
             assert torch.equal(logp[mask], old[mask]) != moved
+
+    # the learning rate warms up, by as much for PPO's critic
+    rates = [call.args[2] for call in watched.of("optimizer_step")]
+    if watched.script is ppo:
+        critic, rates = watched.cfg.critic_lr, rates[::2]
+        assert [call.args[2] for call in watched.of("optimizer_step")][1::2] == pytest.approx(
+            [critic / 3, critic * 2 / 3])
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3])
 
     # temperature in every log-prob
     assert {call.args[4] for call in watched.of("token_logps")[1:]} == {0.7}
@@ -158,7 +167,7 @@ def test_dapo_filters_by_verdicts_and_shapes_rewards(watched):
     """Groups all wrong differ in their shaped rewards, and still teach nothing."""
     kept = watched.of("keep_group")
     assert all(set(call.args[0].unique().tolist()) == {0, 1} for call in kept)
-    ((batch, _),) = [call.args for call in watched.of("cut")]
+    (batch,) = [call.args[0] for call in watched.of("cut")]
     assert len(batch) == 6 * G and batch.correct.view(6, G).sum(1).tolist() == [G / 2] * 6
     penalty = ((LIMIT - 4 - batch.mask.sum(1)) / 4).clamp(-1, 0)
     assert torch.allclose(batch.rewards, 2 * batch.correct - 1 + penalty)
@@ -168,7 +177,7 @@ def test_dapo_filters_by_verdicts_and_shapes_rewards(watched):
 @pytest.mark.parametrize("watched", [ppo], indirect=True, ids=["ppo"])
 def test_ppo_rewards_the_old_policy(watched):
     """KL between old and reference (here equal), the score on the last token, whitened after."""
-    ((batch, _),) = [call.args for call in watched.of("cut")]
+    (batch,) = [call.args[0] for call in watched.of("cut")]
     (rewards,), (gae,), (whiten,) = (watched.of(n) for n in ("token_rewards", "gae", "whiten"))
     assert torch.equal(rewards.args[0], batch.rewards) and rewards.args[4] == watched.cfg.kl_coef
     assert torch.equal(gae.args[0], rewards.result)

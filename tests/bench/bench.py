@@ -76,6 +76,7 @@ import transformers  # noqa: E402
 from models import Memory, tiny_tokenizer  # noqa: E402
 
 import common  # noqa: E402
+import experiment  # noqa: E402
 import grpo  # noqa: E402
 
 EOS, GPU = 1, torch.cuda.is_available()
@@ -130,10 +131,10 @@ def make_folder(shape):
 
 
 def prompt_texts(folder):
-    """The questions in the words that `common.encode` would put them."""
+    """The questions in the words that `experiment.encode` would put them."""
     lines = (folder / "questions.jsonl").read_text().splitlines()
-    return [common.PLAIN_PROMPT.format(question=json.loads(line)["question"],
-                                       instruction=f"\n{common.INSTRUCTION}") for line in lines]
+    return [experiment.PLAIN_PROMPT.format(question=json.loads(line)["question"],
+                                       instruction=f"\n{experiment.INSTRUCTION}") for line in lines]
 
 
 def steer(model, case, width):
@@ -188,8 +189,9 @@ class Done(Exception):
 
 
 def ours(case, folder, turn):
-    """grpo.train() itself, on this work; `turn(run, batch, sampler)` comes after each step."""
-    width, set_up, log = len(prompt_texts(folder)[0].split()), common.set_up, common.Run.log
+    """grpo.train() itself, on this work; `turn(log, batch, sampler)` comes after each step."""
+    width = len(prompt_texts(folder)[0].split())
+    set_up, add = experiment.set_up, experiment.Log.add
     cfg = grpo.Config(
         model=str(folder / "model"), data=str(folder / "questions.jsonl"), steps=10**9,
         out_dir=tempfile.mkdtemp(dir=folder), prompts_per_step=case.prompts,
@@ -197,21 +199,24 @@ def ours(case, folder, turn):
         minibatches=case.updates, micro_tokens=case.micro * (width + case.cap),
         eval_every=10**9, eval_size=1, save_every=10**9)
 
-    def steered_set_up(*args):
-        run, data, policy, sampler = set_up(*args)
-        steer(sampler.model, case, width)
-        return run, data, policy, sampler
+    samplers = []
 
-    def log_and_turn(run, batch, advantages, meter, result, sampler, **values):
-        log(run, batch, advantages, meter, result, sampler, **values)
-        turn(run, batch, sampler)
+    def steered_set_up(*args):
+        run, log, data, policy, sampler = set_up(*args)
+        steer(sampler.model, case, width)
+        samplers.append(sampler)
+        return run, log, data, policy, sampler
+
+    def add_and_turn(log, step, batch, *args, **values):
+        add(log, step, batch, *args, **values)
+        turn(log, batch, samplers[-1])
 
     def scorer(cfg):
         return lambda batch: torch.tensor(  # (rewards, correct)
             [[reward(text) for text in batch.texts], [0.0] * len(batch)], device=common.device())
 
-    with mock.patch.multiple(common, set_up=steered_set_up, Scorer=scorer), \
-            mock.patch.object(common.Run, "log", log_and_turn), \
+    with mock.patch.multiple(experiment, set_up=steered_set_up, Scorer=scorer), \
+            mock.patch.object(experiment.Log, "add", add_and_turn), \
             mock.patch("signal.signal"):  # Ctrl-C just stops
         try:
             grpo.train(cfg)
@@ -282,9 +287,9 @@ def bound(name, repeats):
         laps.append(clock() - start)
         return batch
 
-    def turn(run, batch, sampler):
+    def turn(log, batch, sampler):
         end = clock()
-        generate, whole = bare(sampler.model, batch, case, sampler._config(case.cap))
+        generate, whole = bare(sampler.model, batch, case, sampler.config(case.cap))
         if starts:  # the first step warms up
             steps.append((end - starts[-1]) / whole)
             rollouts.append(laps[-1] / generate)
@@ -367,7 +372,7 @@ def measure(case):
     """(seconds, CPU seconds on a CPU; peak MB above weights and optimizer) of one step of ours."""
     times, counter, start = [], [], [clock()]
 
-    def turn(run, batch, sampler):
+    def turn(log, batch, sampler):
         if counter:
             counter[0].__exit__(None, None, None)
             raise Done

@@ -34,9 +34,9 @@ def random_model(folder, small):
     import torch
     import transformers
 
-    import common
+    import experiment
 
-    tokenizer = common._tiny_tokenizer()
+    tokenizer = experiment._tiny_tokenizer()
     big = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                num_attention_heads=14, num_key_value_heads=2, vocab_size=151_936)
     shape = big if not small else dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2,

@@ -46,8 +46,8 @@ def worker(name, folder):
             return work
         return wrapper
 
-    def turn(run, batch, sampler):
-        laps.append(dict.fromkeys(STAGES, 0.0) | run.laps | {"gloo": inside[0]})
+    def turn(log, batch, sampler):
+        laps.append(dict.fromkeys(STAGES, 0.0) | log.laps | {"gloo": inside[0]})
         inside[0] = 0.0
         if len(laps) == STEPS:
             if bench.common.rank() == 0:
