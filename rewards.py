@@ -5,9 +5,9 @@ What counts as an answer: the text is cut where a next question or chat turn beg
 else there is none. The lenient reading falls back on the last number.
 
 What counts as right: one number, perhaps with a currency sign before and a unit behind it, exactly
-equal to the gold. A unit is words without digits or operators, none of them in NOT_UNITS: "18
-dollars per day" is 18; "18 or 20", "18 + 2", "5 = 18", "18x" and "18 thousand" are not. A gold in
-letters wants the same LaTeX text; a broken number ("3/0", "1.8.0", "nan") equals nothing.
+equal to the gold. A unit is words that leave the value alone (see `_is_unit`): "18 dollars per day"
+is 18; "18 or 20", "18 + 2", "5 = 18", "18x", "18 M" and "18 thousand" are not. A gold in letters
+wants the same LaTeX text; a broken number ("3/0", "1.8.0", "nan") equals nothing.
 """
 
 import random
@@ -34,7 +34,8 @@ LAST_NUMBER = re.compile(  # a minus after a digit, letter or bracket subtracts:
 def extract_answer(text, lenient=False):
     """Completion -> the text of its final answer, or None: see the top of this file."""
     text = NEXT_QUESTION.split(text, 1)[0]
-    answer = text.rpartition("####")[2].partition("\n")[0] if "####" in text else _last_box(text)
+    _, marker, rest = text.rpartition("####")
+    answer = rest.partition("\n")[0].lstrip(": ") if marker else _last_box(text)
     if lenient and not answer.strip():
         answer = (LAST_NUMBER.findall(text) or [""])[-1].rstrip(".,/")
     return answer.strip() or None
@@ -56,26 +57,45 @@ def _last_box(text):
 
 MAX_ANSWER = 1000  # characters; with exponents below 1000 it bounds the size of every number
 DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"  # not 1,23,4
-# words that change the value; "7 dozen" stays 7, as GSM8K has it
-NOT_UNITS = "or|plus|minus|half|hundred|thousand|million|billion|trillion|e|i|k|n|x|y|z"
 NUMBER = re.compile(
     r"[\s*_`$€£¥]*(?:([-+])[\s$€£¥]*)?(?:([0-9]+) )?"  # sign, whole part of a mixed number
-    rf"({DECIMAL}(?:[eE][-+]?[0-9]{{1,3}})?)(?: ?/ ?(-?{DECIMAL}))?[\s*_`$€£¥%.,;:~]*"
-    rf"(?:[(/]?\s?(?=[A-Za-z])(?!(?i:.*(?<![a-z])(?:{NOT_UNITS})(?![a-z])))"
-    r"[A-Za-z\s.,;:!?'’\"()/*_`$%&-]*)?"
+    rf"({DECIMAL}(?:[eE][-+]?[0-9]{{1,3}})?)(?: ?/ ?(-?{DECIMAL}))?"
+    r"([\s*_`$€£¥%.,;:~]*(?:[(/]?\s?[A-Za-z][A-Za-z²³\s.,;:!?'’\"()/*_`$%&-]*)?)"  # a unit?
+)
+SYMBOL = re.compile(  # short words that are units, or begin one: "18 cm", "18 a day"
+    r"[mghslLa]|mm|(?i:[ck]m|ft|in|mi|yds?|sq|k?mh|mph|kph|[km]?g|lbs?|oz|[cdm]l|gal|pt|qt|hrs?|"
+    r"min|sec|[ap]m|usd|eur|[kmgt]b|kwh?|hz|rpm|pcs|pts|an|of|at|on)"
+)
+STEM = "(?:twen|thir|four|for(?=t)|fif|six|seven|eight?|nine?|ten|eleven|twelve?|twelf)"
+ONES = f"(?:zero|one|two|three|five|{STEM}(?:teen|ty)?)"
+LARGE = "(?:hundred|thousand|[a-z]{1,12}illion)"
+PART = f"(?:third|(?:{STEM}(?:teen|tie)?|{LARGE})th)"
+NOT_UNIT = re.compile(  # number words, operations, single letters; first, what is no noun phrase
+    r"(?:(?i:^[^a-z]*(?:and|but|nor|not|are|was|were|ha[sd]|can|will|did|[a-z]{2,6}n['’]t)"
+    rf"|(?<![a-z'’])(?:(?<!\(){ONES}(?!-)(?:e?s)?|{PART}(?:s|(?=[^a-z]*$| of))|{LARGE}s?"
+    r"|mill?|mio|mln|bil|tril|thou|lakhs?|crores?|grand(?=[^a-z]*$)|hal(?:f|ves?|ved)|quarters?"
+    r"|or|plus|minus|negative|negated|squared|cubed|factorial|(?:dou|tri|tre|[a-z]{3,5}u)[bp]led))"
+    r"|(?<![A-Za-z'’])(?![mghslLaA]|.[-'’][a-z]{3})[A-Za-z])(?![A-Za-z]|['’][a-z](?![a-z]))"
 )
 BROKEN = re.compile(r"[-+0-9.,/$%*_`]*(?:e[-+]?[0-9]+)?|[-+]?(?:nan|inf|infinity|none|null)")
+UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm)|mbox)\s?\{"
 REWRITES = (
     (r"[\u2212\u2013\uff0d]", "-"),  # minus sign, en dash, full-width hyphen
-    (r"(?<=[0-9])(?:\\,|\{,\}|,?\\!,?)(?=[0-9])", ","),  # thousands in LaTeX: 1\,234 1{,}234
+    (r"(?<=[0-9])(?:\\,|\{,\}|,?\\!,?|,\\! )(?=[0-9])", ","),  # thousands: 1\,234 1{,}234
     (r"\\[,;: ()\[\]]", " "),  # spaces, and the \( \) or \[ \] around mathematics
-    (r"\\(?:!|(?:left|right)(?![a-z]))|\^\{?\\circ\}?|°", ""),
+    (r"\\!|\\(?:left|right)(?![a-z])", ""),
     (r"\\([$%#&_])", r"\1"),
-    (r"\\[dt]frac", r"\\frac"),
-    (r"\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox)\s?\{([^{}]*)\}", r" \1 "),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"(?<=[0-9])_([0-9]{1,2})(?![0-9])", r"_{\1}"),  # 101_7, a number in base 7
+    (rf"({UPRIGHT}[^{{}}]*)\}}\s?\^(?:2|\{{2\}})", r"\1²}"),  # \text{ cm}^2
+    (rf"({UPRIGHT}[^{{}}]*)\}}\s?\^(?:3|\{{3\}})", r"\1³}"),
+    (r"(?<=[A-Za-z]{2})\^(?:2|\{2\})", "²"),
+    (r"(?<=[A-Za-z]{2})\^(?:3|\{3\})", "³"),
+    (rf"{UPRIGHT}~?([^{{}}]*)\}}", r" \1 "),
+    (r"(?:\^\{?\\circ\}?|°| degrees?(?= [CF]\b))(?:\s*[CF]\b)?", ""),
     (r"\\boxed\s?\{(.*)\}", r" \1 "),  # "#### $\boxed{18}$"
 )
-FRACTION = re.compile(r"\\frac\s?(?:\{(-?[0-9.,]+)\}\s?\{([0-9.,]+)\}|([0-9])\s?([0-9]))")
+FRACTION = re.compile(r"\\frac\s?(?:\{(-?[0-9.,]+)\}|([0-9]))\s?(?:\{([0-9.,]+)\}|([0-9]))")
 
 
 def is_correct(completion, gold, lenient=False):
@@ -91,15 +111,31 @@ def _value(text):
         return None
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
-    spaced = FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)
-    if number := NUMBER.fullmatch(" ".join(spaced.split())):  # split() knows no-break spaces, too
-        sign, whole, top, bottom = (part and part.replace(",", "") for part in number.groups())
+    spaced = FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text)
+    number = NUMBER.fullmatch(" ".join(spaced.split()))  # split() knows no-break spaces, too
+    if number and _is_unit(number[5]):
+        sign, whole, top, bottom = (p and p.replace(",", "") for p in number.groups()[:4])
         if (whole and not bottom) or Fraction(bottom or 1) == 0:  # "1 8", "3/0"
             return None
         size = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1)
         return -size if sign == "-" else size
-    text = "".join(text.split()).strip("$*_`.")
+    text = "".join(text.split()).strip("$*_`.").replace("²", "^2").replace("³", "^3")
     return None if BROKEN.fullmatch(text.lower()) else re.sub(r"\{(\w)\}", r"\1", text)
+
+
+def _is_unit(tail):
+    """Whether what follows a number leaves its value alone: nothing, or a noun phrase.
+
+    Letters as short as a variable or a conjunction (up to 3 glued to the number, 2 elsewhere) must
+    be a known SYMBOL, and one letter stands behind a space: `2b`, `2m`, `1/A`, "2 pi", "18 to".
+    Elsewhere any word may come but those of NOT_UNIT. "7 dozen" stays 7, as GSM8K has it.
+    """
+    gap, first = re.match("([^A-Za-z]*)([A-Za-z]*(?:[-'’][a-z]{3,})?)", tail).groups()
+    if 0 < len(first) < (3 if " " in gap or "/" in gap else 4):
+        lone = len(first) == 1 and (" " not in gap or "/" in gap)
+        if lone or not SYMBOL.fullmatch(first):
+            return False
+    return not NOT_UNIT.search(tail)
 
 
 def gold_answer(row):
@@ -121,7 +157,8 @@ def correct(completion, gold):
 
 
 def think_format(completion, gold=None):
-    """1 for exactly one <think>...</think> that holds something, with an answer after it."""
+    """1 for exactly one <think>...</think> that holds something, with an answer after it.
+    `completion` is the whole turn: a <think> that the prompt opened stands before it."""
     text = re.split("(</?think>)", NEXT_QUESTION.split(completion, 1)[0])
     tidy = text[1::2] == ["<think>", "</think>"] and text[2].strip() and extract_answer(text[4])
     return float(bool(tidy))

@@ -31,6 +31,9 @@ GSM8K = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "gsm
     ("#### 18\n" + "Words that only confirm it. " * 40, "18"),           # verl reads 300 characters
     ("#### 18\n#### 19\n#### 20", "20"),                                 # lm-eval took the first
     ("#### 18 #### 19", "19"),
+    ("#### : 21", "21"),
+    ("####: 21", "21"),
+    ("#### :", None),
     ("#### 18\n\nQuestion: And Tom?\n#### 25", "18"),                    # a next question
     ("#### 18\nQ: And Tom?\n#### 25", "18"),
     ("#### 18\nProblem: And Tom?\n#### 25", "18"),
@@ -96,6 +99,11 @@ def test_lenient_reading(text, answer):
 IS_18 = [
     "18", " 18 ", "18.", "18.0", "18.00", "+18", "018", "18,", "1.8e1", "180e-1", "36/2",
     "54 / 3", "17 2/2", "$18", "$18.00", "$ 18", "18$", "$18$", "\\$18", "\\$18.", "18€", "€18",
+    "18 cm^2", "18 cm^{3}", "18 m²", "18\\mbox{ cm}^2", "18\\text{ m/s}^{2}", "18\\mathrm{~cm}^3",
+    "18\\textnormal{ miles}", "18\\mathrm{~km} / \\mathrm{h}", "18^\\circ\\text{C}", "18 °F",
+    "18 a day", "18 in total", "18 times a week", "18 T-shirts", "18 o'clock", "18 six-packs",
+    "18 third graders", "18 CDs", "18 children's books", "18 seconds", "18 L", "18oz", "18 tents",
+    "18 months", "18 teeth", "18 grand pianos", "18 forts", "18 sq ft", "18 left",
     "18%", "18\\%", "**18**", "*18*", "`18`", "__18__", "**$18**", "**18** apples",
     "$18.00 per hour.", "18 apples", "18 dollars", "18 dollars per day", "$18/day", "18 km/h",
     "18kg", "18 (eighteen)", "18. Done!", "18 dozen", "18 pairs of socks", "18\u00a0kg",
@@ -115,6 +123,13 @@ NOT_18 = [
     "18 plus two", "(18)", "(18, 2)", "[18]", "{18}", "18 m^2", "--18", "+-18", "18-", "0x12",
     "1_8.0", "18e9999", "1.8e999999999", "18 apples and 0 pears", "\u202e81", "1\u200b8",
     "18\x00", "\\frac{18}{0}", "\\frac{1}{8}", "\\frac18", "\\frac{18}", "eighteen", "18<19",
+    "18 thousands", "18 mil", "18 M", "18 B", "18 K", "18 bn", "18 point five", "18 pi",
+    "18 divided by two", "18 and a quarter", "18 and", "18 halves", "18 thirds", "18 fifth",
+    "18 hundredths", "18 twentieths of it", "18 quarters", "18 to twenty", "18 negative",
+    "18 squared", "18 cubed", "18 doubled", "18 quadrupled", "18 is wrong", "18 isn't it",
+    "18 was", "18 gazillion", "18 septillion", "18 twenty-one", "18 tens", "18 sixes",
+    "18 dollars and fifty cents", "18 apples or pears", "18 dollars t", "18b", "18ab", "18xyz",
+    "18m", "18 b", "18/b", "18/m", "18/ab", "18(b)", "18_7", "18 not", "18 grand", "18\\mathrm{t}",
     "1.8.0", "3/0", "nan", "", ",", "-",
 ]  # fmt: skip
 
@@ -139,6 +154,7 @@ def test_is_not_18(answer):
     ("1\\,234", "1234", True),
     ("1,\\!234", "1234", True),
     ("1,234", "234", False),
+    ("1,\\! 234,\\! 500", "1234500", True),
     ("1,23,4", "1234", False),
     ("1,2345", "12345", False),
     ("70,000 dollars", "70000", True),
@@ -154,6 +170,23 @@ def test_is_not_18(answer):
     ("\\frac{3}{4}", "\\frac{6}{8}", True),
     ("\\frac34", ".75", True),
     ("-\\frac{3}{4}", "-0.75", True),
+    ("\\frac{9}{19}", "\\frac9{19}", True),
+    ("\\frac{625}{4}", "\\frac{625}4", True),
+    ("25/16", "\\cfrac{25}{16}", True),
+    ("\\frac{9}{1}", "\\frac9{19}", False),
+    ("101_7", "101_7", True),                                    # a number in base 7
+    ("101_{7}", "101_7", True),
+    ("A2_{16}", "A2_{16}", True),
+    ("101", "101_7", False),
+    ("101_2", "101_7", False),
+    ("101_{12}", "101_{1}2", False),
+    ("2", "2b", False),                                          # products of letters
+    ("4", "4t", False),
+    ("2b", "2b", True),
+    ("1", "1/A", False),
+    ("5", "5 B", False),
+    ("\\sqrt{ab}^2", "\\sqrt{ab^2}", False),
+    ("ab^{2}", "ab^2", True),
     ("\\frac{-3}{4}", "-0.75", True),
     ("\\frac{3}{4}8", "3/48", False),
     ("1/3", "0.333333333333", False),
@@ -253,6 +286,25 @@ def test_random_decimals_and_fractions(rng):
         assert is_correct(f"#### ${decimal}0 each", decimal)
         assert is_correct(f"#### {top}e-{places}", decimal)
         assert not is_correct(f"#### {decimal}1", decimal)
+
+
+# golds in the shapes that MATH, MATH-500 and OlympiadBench have
+LATEX_GOLDS = r"""
+\frac{14}{3} \frac9{19} \frac{625}4 \cfrac{25}{16} \dfrac{1}{2} -\frac{35}{9} 3\frac{1}{2} 10\%
+90^\circ 11\sqrt2 \frac{3\sqrt{3}}{4} \left(3,\frac{\pi}{2}\right) (-\infty,0)\cup(0,\infty)
+p-q x=5 1\pm\sqrt{19} 6-5i 2516_8 4210_{5} 101_7 \text{(C)} \text{Evelyn} [-2,7] \$32,\!348
+1,\!000,\!000 10,080 2k+2 1/A 2b 4t 3R^2 16x+32 \frac{n+2}{2} \sqrt{51} 0.\overline{3} 2^{2009}
+\begin{pmatrix}-1/3\\2/3\end{pmatrix} 15\mbox{cm}^2 125\textnormal{miles} 864\mbox{inches}^2
+5.4\text{cents} \text{June20} -1 \frac{1}{n(n+1)} \{1,2\} e^{\pi} \log_23 \angle{A} y=2x+3
+"""
+
+
+@pytest.mark.parametrize("gold", LATEX_GOLDS.split())
+def test_latex_golds_accept_themselves_only(gold):
+    assert is_correct(f"so $\\boxed{{{gold}}}$.", gold) and is_correct(f"#### ${gold}$", gold)
+    assert gold_answer({"answer": gold}) == gold
+    for other in ("0", "7", "2", "1", f"1+{gold}", f"{gold}+1"):
+        assert not is_correct(f"\\boxed{{{other}}}", gold)
 
 
 # 206 of GSM8K's golds, for a machine without the file: all its shapes, the rare ones complete
@@ -356,7 +408,7 @@ def test_never_raises(rng):
     "{", "}", "{}", "\\boxed{", "\\boxed{}", "\\boxed{}{", "\\", "\\{", "\\frac{", "\\frac{1}{2}",
     "\\text{", "9", "1,", ",999", "1.", "1/", "1 ", "9e999999999 ", "-", "$", "*", " ", ".", "a ",
     "a.", "18 or ", "\n", "\n#########", "\nQuestion 1111", "#", "#### 18\n", "<|", "<think>",
-    "<<", "\x00\x1b", "\u202e18",
+    "<<", "\x00\x1b", "\u202e18", "18 third ", "thirty-", "million", "cm^2", "_7", "\\text{a}^2",
 ])  # fmt: skip
 def test_hostile_text_is_quick(unit, size):
     text = (unit * size)[:size]
@@ -400,6 +452,8 @@ def cpu_time(call):
     ("<think>a</think>\n#### 18</think>", 0),
     ("#### 18\nQuestion: next\n<think>a</think>\n#### 19", 0),
     ("<think>a</think>\n#### 18\nQuestion: next\n<think>b</think>\n#### 19", 1),
+    ("<think>" + "16+2</think>\n#### 18", 1),                            # the prompt opened it
+    ("<think>" + "<think>16+2</think>\n#### 18", 0),                     # ... so not once more
 ])  # fmt: skip
 def test_think_format(text, reward):
     assert rewards.REWARDS["think_format"](text, "18") == reward
