@@ -17,6 +17,8 @@ import ast
 import csv
 import difflib
 import hashlib
+import math
+import os
 import re
 import shlex
 import subprocess
@@ -25,6 +27,7 @@ import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -61,13 +64,11 @@ def read(name):
     hunks = diff[diff.find("\n@@") + 1 :] if "\n@@" in diff else ""
     header = {}
     for line in head.splitlines():
-        key, colon, text = line.partition(": ")
-        if colon and key in HEADER:
-            header[key] = text.strip()
-        elif line.strip() and header:
-            header[key_before] += "\n" + line.strip()
-            continue
-        key_before = key
+        if line.startswith("    ") and header:  # the text above goes on
+            header[key] += " " + line.strip()
+        elif line.strip():
+            key, _, text = line.partition(": ")
+            header[key] = text
     missing = [key for key in HEADER if key not in header]
     if missing or parent not in PARENTS:
         raise ValueError(f"{path.name}: no {', '.join(missing) or 'known script in its --- line'}")
@@ -78,8 +79,8 @@ def write(variant):
     """Variant -> its file."""
     lines = []
     for key in HEADER:
-        first, *rest = variant.header[key].splitlines()
-        lines += [f"{key}: {first}", *("    " + line for line in rest)]
+        text = f"{key}: {variant.header[key]}"
+        lines += textwrap.wrap(text, 100, subsequent_indent="    ", break_on_hyphens=False)
     files = f"--- {variant.parent}.py\n+++ {variant.name}.py\n"
     text = "\n".join(lines) + "\n\n" + files + variant.diff
     (FOLDER / f"{variant.name}.diff").write_text(text)
@@ -146,7 +147,8 @@ def code_lines(source):
     lines = source.splitlines()
     code = {i for i, line in enumerate(lines) if line.strip() and line.strip()[0] != "#"}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if documented and ast.get_docstring(node):
             code -= set(range(node.body[0].lineno - 1, node.body[0].end_lineno))
     return code
 
@@ -163,7 +165,7 @@ def changed_functions(name):
     return [f for f in new if f not in ("train", "rollout") and new[f] != old.get(f)]
 
 
-# --- keeping the diffs -----------------------------------------------------------------------------
+# --- keeping the diffs ---------------------------------------------------------------------------
 
 
 def git(*args, text=None, may_fail=False):
@@ -275,14 +277,13 @@ def train_all(chosen, seeds, steps, out):
 def train_one(file, folder, seed, steps):
     """One run in its folder, unless it is there already."""
     rows = metrics(folder)
-    if (folder / "final").is_dir() and rows and (steps is None or len(rows) >= steps):
+    if (folder / "final").is_dir() and len(rows) >= steps:
         return
-    more = ["--steps", str(steps)] if steps else []
+    more = ["--steps", str(steps)]
     more += ["--resume"] if (folder / "checkpoints").is_dir() else ["--seed", str(seed)]
     command = [sys.executable, str(file), "--out_dir", str(folder), *more]
     print(shlex.join(command), flush=True)
     # The scripts import their rooms from the repository, wherever the patched file lies.
-    import os  # noqa: PLC0415
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL)
     if done.returncode:
@@ -297,3 +298,147 @@ def metrics(folder):
         return []
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def results(names_, seeds, out):
+    """One row a script: means over seeds of the end of each run, and the spread of its accuracy."""
+    rows = []
+    for name in names_:
+        runs = [metrics(out / f"{name}-{seed}") for seed in seeds]
+        ends = [[r for r in run if r["eval_sampled"]][-1] for run in runs]
+        sampled = [float(end["eval_sampled"]) for end in ends]
+        rows.append(dict(
+            name=name, sampled=mean(sampled), low=min(sampled), high=max(sampled),
+            greedy=mean(float(end["eval_accuracy"]) for end in ends),
+            entropy=mean(mean_of(run[-10:], "entropy") for run in runs),
+            clip=mean(mean_of(run, "clip_frac") for run in runs),
+            seconds=mean(sum(float(row["t_total"]) for row in run) for run in runs),
+            runs=runs,
+        ))
+    return rows
+
+
+def mean_of(rows, column):
+    """Mean of a column, NaN where it is empty."""
+    values = [float(row[column]) for row in rows if row[column]]
+    return mean(values) if values else math.nan
+
+
+def table(rows, seeds, steps):
+    """The results as markdown."""
+    lines = ["| | held-out sampled (range) | greedy | entropy, last 10 steps | clip fraction | s |",
+             "|---|---|---|---|---|---|"]
+    for r in rows:
+        clip = "" if math.isnan(r["clip"]) else f"{r['clip']:.4f}"
+        lines.append(f"| {r['name']} | {r['sampled']:.3f} ({r['low']:.3f} to {r['high']:.3f}) "
+                     f"| {r['greedy']:.3f} | {r['entropy']:.3f} | {clip} | {r['seconds']:.0f} |")
+    lines += ["", f"Seeds {', '.join(map(str, seeds))}; {steps} steps. This is one small task (0.2M "
+              "parameters, word problems): it shows that each runs, not which is better."]
+    return "\n".join(lines) + "\n"
+
+
+def picture(rows, file):
+    """A panel a variant: accuracy of one sample over steps, a line a seed, its parent in grey."""
+    import matplotlib  # noqa: PLC0415  only this needs it, and it takes a second
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+    by_name = {row["name"]: row for row in rows}
+    shown = [row for row in rows if row["name"] not in PARENTS]
+    columns = min(4, len(shown))
+    figure, axes = plt.subplots(-(-len(shown) // columns), columns, sharex=True, sharey=True,
+                                figsize=(2.6 * columns, 2.1 * -(-len(shown) // columns)),
+                                squeeze=False, layout="constrained")
+    for axis in axes.flat[len(shown):]:
+        axis.axis("off")
+    for axis, row in zip(axes.flat, shown):
+        parent = read(row["name"]).parent
+        for runs, colour in ((by_name[parent]["runs"], "0.7"), (row["runs"], "C0")):
+            for run in runs:
+                points = [(int(r["step"]), float(r["eval_sampled"])) for r in run
+                          if r["eval_sampled"]]
+                axis.plot(*zip(*points), color=colour, linewidth=1)
+        axis.set_title(f"{row['name']} ({parent} in grey)", fontsize=8)
+        axis.tick_params(labelsize=7)
+    figure.supxlabel("step", fontsize=8)
+    figure.supylabel("held-out accuracy, one sample", fontsize=8)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def listing():
+    """What there is, under the script each is a patch on."""
+    lines = []
+    for parent in PARENTS:
+        mine = [v for v in map(read, names()) if v.parent == parent]
+        lines += [f"on {parent}.py"] * bool(mine)
+        lines += [f"  {v.name:22} {v.header['Idea']}" for v in mine]
+    return "\n".join(lines)
+
+
+def write_script(name, folder, text):
+    """The script in its folder. ValueError if it is there already. Says how to run it."""
+    file = folder / f"{name}.py"
+    if not folder.is_dir():
+        raise ValueError(f"--to {folder}: no such folder")
+    if file.exists():
+        raise ValueError(f"{file} exists: move it away, or write to another folder with --to")
+    file.write_text(text)
+    path = "" if folder.resolve() == ROOT else f"PYTHONPATH={shlex.quote(str(ROOT))} "
+    print(f"{path}python {shlex.quote(str(file))}")
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False)
+    parser.add_argument("name", nargs="?", help="a variant; all, with --refresh or --train")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--show", action="store_true", help="print the diff with its header")
+    what.add_argument("--blank", action="store_true", help="leave its functions to the reader")
+    what.add_argument("--save", type=Path, metavar="FILE", help="make the diff anew from a script")
+    what.add_argument("--refresh", action="store_true", help="rebase the diff on today's script")
+    what.add_argument("--train", action="store_true", help="runs in --out, picture and table")
+    parser.add_argument("--to", type=Path, default=ROOT, metavar="DIR",
+                        help="where the script goes; default: beside the four")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "variants", metavar="DIR")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="with all: these variants")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=80)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    chosen = (args.only or names()) if args.name == "all" else [args.name]
+    if args.name is None:
+        print(listing())
+    elif args.refresh:
+        for name in chosen:
+            print(f"{name}: {refresh(name)}")
+    elif args.train:
+        parents = train_all(chosen, args.seeds, args.steps, args.out)
+        rows = results([*parents, *chosen], args.seeds, args.out)
+        (args.out / "variants.md").write_text(table(rows, args.seeds, args.steps))
+        picture(rows, args.out / "variants.png")
+        print((args.out / "variants.md").read_text())
+    elif args.name == "all":
+        raise ValueError("all goes with --refresh or --train")
+    elif args.show:
+        read(args.name)
+        print((FOLDER / f"{args.name}.diff").read_text(), end="")
+    elif args.save:
+        save(args.name, args.save.read_text())
+    else:
+        text = blanked(args.name) if args.blank else patched(args.name)
+        write_script(args.name, args.to, text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"variants.py: {error}", file=sys.stderr)
+        sys.exit(2)
