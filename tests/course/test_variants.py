@@ -6,25 +6,25 @@
 import itertools
 import json
 import math
-import os
 import re
 import shutil
+import signal
 import subprocess
-import sys
 import types
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import common
 import experiment
 import variants
 from oracles import (LossProperties, cells, check, clip, clipped_loss, is_clipped, k3, mask_of,
                      mean_ratio, normal, peer, sequence_weights, token_mean_weights, token_ratio,
                      toy_answers, toy_gradient, weighted)
+from test_steps import LIMIT, G, generate
 
 NAMES = variants.names()
 
@@ -451,7 +451,7 @@ class Test_deepseek_v32(VariantLoss):
         check(self.run(b)[0], total)
 
     def test_kl_is_unbiased_in_its_gradient(self, rng):
-        """Over all answers of a toy model sampled from the *old* policy, the gradient of the KL term
+        """Over all answers of a toy model, sampled from the *old* policy, the KL term's gradient
         is the gradient of KL(pi || ref): k3 alone has that of the forward KL."""
         logits, old, ref = (normal(rng, 1, 4) for _ in range(3))
         logits.requires_grad_()
@@ -562,28 +562,57 @@ def test_weights_sum_to_one(load, name):
 # --- whole runs ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where the tiny model is made, once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def one_right(self, batch):
+    """Every third group all wrong, in the others one answer is right."""
+    n = torch.arange(len(batch.texts))
+    right = ((n % G == 0) & (n // G % 3 != 0)).float()
+    return right.clone(), right
+
+
+@pytest.fixture
+def sandbox(tmp_path, cache, monkeypatch):
+    """Made-up answers and verdicts, so that a random model will do; a folder of the test's own."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(common.Sampler, "generate", generate)
+    monkeypatch.setattr(experiment.Scorer, "__call__", one_right)
+    monkeypatch.setattr(experiment, "evaluate", lambda *_: {})
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def train(module, folder, steps, resume=False):
+    """The patched script's own loop, in `folder`."""
+    argv = ["--steps", str(steps), "--out_dir", str(folder)]
+    if resume:
+        argv += ["--resume"]
+    else:
+        argv += (f"--cold_start 0 --prompts_per_step 6 --group_size {G} --minibatches 2 --lr 1e-3 "
+                 f"--max_new_tokens {LIMIT} --micro_tokens 300 --eval_size 4 --keep 9").split()
+        argv += ["--overlong_buffer", "4"] * hasattr(module, "soft_overlong_penalty")
+        argv += ["--k", "2"] * ("k" in vars(module.Config))  # of 4 wherever 1 is right: no contrast
+    module.train(experiment.parse_args(module.Config, module.TINY, argv))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_two_steps_and_a_resume(name, tmp_path, monkeypatch):
-    """It trains as it is, and one step and another are two, bit for bit."""
-    monkeypatch.setenv("PYTHONPATH", str(variants.ROOT))
-    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(tmp_path)))
-    variants.main([name, "--to", str(tmp_path)])
-    size = "--group_size 1 --prompts_per_step 16" if name == "reinforce_pp" else (
-        "--group_size 4 --prompts_per_step 4")
-    first = (f"--cold_start 60 --max_new_tokens 24 --eval_size 4 --test_size 4 {size} "
-             "--minibatches 2").split()
-    first += ["--overlong_buffer", "4"] * (variants.read(name).parent == "dapo")
-
-    def run(folder, *flags):
-        done = subprocess.run([sys.executable, f"{name}.py", "--out_dir", folder, *flags],
-                              cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-    run("whole", *first, "--steps", "2")
-    run("halves", *first, "--steps", "1")
-    run("halves", "--resume", "--steps", "2")
-    whole, halves = (load_file(tmp_path / f / "final" / "model.safetensors")
+def test_two_steps_and_a_resume(load, sandbox, name):
+    """It trains as it is, its losses are finite, and one step and another are two, bit for bit."""
+    module = load(name)
+    train(module, sandbox / "whole", 2)
+    train(module, sandbox / "halves", 1)
+    train(module, sandbox / "halves", 2, resume=True)
+    whole, halves = (load_file(sandbox / f / "final" / "model.safetensors")
                      for f in ("whole", "halves"))
     assert all(torch.equal(x, halves[key]) for key, x in whole.items())
-    rows = variants.metrics(Path(tmp_path, "whole"))
-    assert len(rows) == 2 and all(math.isfinite(float(r["pg_loss"])) for r in rows)
+    rows = variants.metrics(sandbox / "whole")
+    trained = [row for row in rows if row["pg_loss"]]
+    assert len(trained) == 2 and all(math.isfinite(float(row["grad_norm"])) for row in trained)
+    assert all(float(row["grad_norm"]) > 0 for row in trained), "nothing was learned"

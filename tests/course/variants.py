@@ -276,8 +276,8 @@ def train_all(chosen, seeds, steps, out):
 
 def train_one(file, folder, seed, steps):
     """One run in its folder, unless it is there already."""
-    rows = metrics(folder)
-    if (folder / "final").is_dir() and len(rows) >= steps:
+    done = (folder / "final").is_dir() and int(metrics(folder)[-1]["step"])
+    if done and done >= steps:
         return
     more = ["--steps", str(steps)]
     more += ["--resume"] if (folder / "checkpoints").is_dir() else ["--seed", str(seed)]
@@ -332,8 +332,8 @@ def table(rows, seeds, steps):
         clip = "" if math.isnan(r["clip"]) else f"{r['clip']:.4f}"
         lines.append(f"| {r['name']} | {r['sampled']:.3f} ({r['low']:.3f} to {r['high']:.3f}) "
                      f"| {r['greedy']:.3f} | {r['entropy']:.3f} | {clip} | {r['seconds']:.0f} |")
-    lines += ["", f"Seeds {', '.join(map(str, seeds))}; {steps} steps. This is one small task (0.2M "
-              "parameters, word problems): it shows that each runs, not which is better."]
+    lines += ["", f"Seeds {', '.join(map(str, seeds))}; {steps} steps. This is one small task (0.2M"
+              " parameters, word problems): it shows that each runs, not which is better."]
     return "\n".join(lines) + "\n"
 
 
