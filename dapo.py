@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 
 import common
-from common import flag
+import experiment
+from experiment import flag
 
 
 @dataclass
@@ -75,8 +76,8 @@ class Config:
 
     def check(self):
         """Combinations that no single range can refuse. ValueError: one line for the user."""
-        if self.overlong_buffer:
-            soft_overlong_penalty(torch.zeros(1), self.max_new_tokens, self.overlong_buffer)
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(f"--overlong_buffer: at most --max_new_tokens {self.max_new_tokens}")
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
@@ -118,14 +119,28 @@ def token_weights(mask, total=None):
     return mask / max(mask.sum() if total is None else total, 1)
 
 
+def answer_weights(mask, total):
+    """GRPO's weights, for --no_token_mean: every one of `total` answers counts alike. (N, T)."""
+    return mask / mask.sum(1, keepdim=True).clamp(min=1) / total
+
+
 def soft_overlong_penalty(lengths, max_len, buffer_len):
     """What a long answer's reward loses (DAPO, eq. 13): 0 up to max_len - buffer_len, falling in a
     line to -1 at max_len, -1 beyond. lengths: (N,) tokens with the end token. Returns (N,).
     ValueError unless 0 < buffer_len <= max_len.
     """
     if not 0 < buffer_len <= max_len:
-        raise ValueError(f"--overlong_buffer {buffer_len}: must be 1 to --max_new_tokens {max_len}")
+        raise ValueError(f"buffer_len {buffer_len}: must be 1 to max_len {max_len}")
     return ((max_len - buffer_len - lengths) / buffer_len).clamp(-1.0, 0.0)
+
+
+def shaped_rewards(batch, weight, max_len, buffer_len):
+    """(N,): -1 and not 0 for a wrong answer (DAPO, eq. 7; `weight` is that of --reward correct),
+    less the overlong penalty unless buffer_len is 0."""
+    rewards = batch.rewards + weight * (batch.correct - 1).nan_to_num()  # NaN: has no gold answer
+    if buffer_len == 0:
+        return rewards
+    return rewards + soft_overlong_penalty(batch.mask.sum(1), max_len, buffer_len)
 
 
 def keep_group(correct):
@@ -148,6 +163,7 @@ def policy_loss(
     ratio = log_ratio.exp()  # (N, T)
     unclipped = -advantages[:, None] * ratio
     clipped = -advantages[:, None] * ratio.clamp(1 - clip_low, 1 + clip_high)
+    # PPO's minimum: -min(x, y) = max(-x, -y), the more pessimistic of the two
     loss = (weights * torch.maximum(unclipped, clipped)).sum()
     stats = {
         "pg_loss": loss.detach(),
@@ -160,94 +176,109 @@ def policy_loss(
 # --- the loop ------------------------------------------------------------------------------------
 
 
-def rollout(sampler, questions, cfg, seed):
+def rollout(sampler, questions, group_size, seed):
     """G answers to each of P questions. Every rank samples its share, then all hold all of them.
 
     Returns a `common.Batch` of P * G rows, answers of one question consecutive, not yet scored.
     """
-    common.seed_all(cfg.seed, *seed, common.rank())
+    common.seed_all(*seed, common.rank())  # each rank draws its own answers
     questions = common.my_share(questions)
     prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
-    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, cfg.group_size, record=32)
+    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
     mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
     batch = common.Batch(
-        questions=[q for q in questions for _ in range(cfg.group_size)],
+        questions=[q for q in questions for _ in range(group_size)],
         texts=sampler.decode(tokens, mask),
-        prompt_ids=prompt_ids.repeat_interleave(cfg.group_size, 0),
-        prompt_mask=prompt_mask.repeat_interleave(cfg.group_size, 0),
+        prompt_ids=prompt_ids.repeat_interleave(group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(group_size, 0),
         tokens=tokens,
         mask=mask,
         truncated=sampler.truncated(tokens),
         sampler_logp=sampler_logp,
+        group_size=group_size,
     )
     return common.gather(batch, sampler.pad)
 
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, __file__)
+    needs = "dynamic sampling (off: --no_dynamic_sampling)" if cfg.dynamic_sampling else ""
+    run, log, data, policy, sampler = experiment.set_up(cfg, __file__, needs)
     optimizer = run.optimizer(policy, cfg.lr)
-    score = common.Scorer(cfg)
-    run.begin(sampler, data)
+    score = experiment.Scorer(cfg)
+    experiment.begin(run, log, sampler, data)
 
     while run.step < cfg.steps and not run.stopping():
         # 1 sample, 2 score: rounds, until P groups are neither all right nor all wrong -----------
-        sampled, keep = [], []
-        while len(sampled) < cfg.max_gen_rounds and sum(keep) < cfg.prompts_per_step:
-            questions, seed = run.next_questions(data.train), (run.step, len(sampled))
-            batch = rollout(sampler, questions, cfg, seed)
+        rounds, sampled, mixed, wanted = 0, [], [], cfg.prompts_per_step * cfg.group_size
+        while rounds < cfg.max_gen_rounds and sum(map(len, mixed)) < wanted:
+            questions = run.next_questions(data.train)
+            batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step, rounds))
             batch.rewards, batch.correct = score(batch)  # (N,) each
-            batch.rewards += score.weights.get("correct", 0) * (batch.correct - 1).nan_to_num()
-            if cfg.overlong_buffer:
-                limits = cfg.max_new_tokens, cfg.overlong_buffer
-                batch.rewards += soft_overlong_penalty(batch.mask.sum(1), *limits)
-            mixed = keep_group(batch.correct.view(-1, cfg.group_size))  # (P,)
-            keep += (mixed | (not cfg.dynamic_sampling)).tolist()
+            weight, max_len = score.weights.get("correct", 0), cfg.max_new_tokens
+            batch.rewards = shaped_rewards(batch, weight, max_len, cfg.overlong_buffer)
+            keep = keep_group(batch.correct.view(-1, cfg.group_size))  # (P,)
+            rows = keep.repeat_interleave(cfg.group_size).nonzero()[:, 0]
             sampled.append(batch)
-        n, sampled = len(sampled), common.Batch.cat(sampled, sampler.pad)
-        rows = torch.tensor(keep).repeat_interleave(cfg.group_size)
-        batch = sampled.select(rows).head(cfg.prompts_per_step * cfg.group_size)  # no surplus
-        run.lap("t_sample")
+            mixed.append(batch.select(rows) if cfg.dynamic_sampling else batch)
+            rounds += 1
+        everything = common.Batch.cat(sampled, sampler.pad)
+        batch = common.Batch.cat(mixed, sampler.pad)
+        dropped = (len(everything) - len(batch)) // cfg.group_size
+        batch = batch.select(torch.arange(min(len(batch), wanted)))  # first come, first served
+        log.lap("t_sample")
 
         # 3 advantage: how much better than its own group -----------------------------------------
         advantages = group_advantages(batch.rewards, cfg.group_size)  # (N,)
 
         # 4 update: pi_old is fixed, pi_theta moves -----------------------------------------------
-        cuts = common.cut(batch, cfg)  # minibatches of micro-batches, one cut for all log-probs
-        on_policy = len(cuts) * cfg.epochs == 1  # one update: pi_old is pi_theta, no pass needed
-        old_logp = None if on_policy else common.whole_logps(policy, batch, cuts, cfg)  # (N, T)
-        run.lap("t_logp")
+        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   minibatch  some of them: one optimizer step
+        #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
+        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
+        old_logp = None  # with one update in all pi_old is pi_theta: no pass of its own
+        on_policy = len(cuts) * cfg.epochs == 1
+        if not on_policy:
+            old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T)
+        log.lap("t_logp")
         meter = common.Meter()
         for minibatch in cuts * cfg.epochs:
             for micro in minibatch.micros:  # this rank's share of the rows
-                logp, entropy = common.micro_logps(policy, batch, micro, cfg)
+                # logits = policy(prompt and answer).logits, each one place before its token
+                # log_probs = log_softmax(logits / temperature)         over the vocabulary
+                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
+                logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature)
                 old = logp.detach() if on_policy else micro.take(old_logp)
                 weights = token_weights(micro.mask, total=minibatch.tokens)
-                if not cfg.token_mean:  # GRPO's: every answer counts alike
-                    weights = micro.mask / micro.mask.sum(1, True).clamp(1) / len(minibatch.rows)
+                if not cfg.token_mean:
+                    weights = answer_weights(micro.mask, total=len(minibatch.rows))
                 loss, stats = policy_loss(
                     logp, old, micro.take(advantages), micro.mask, weights,
                     cfg.clip_low, cfg.clip_high,
                 )
                 (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
                 meter.add(**stats, entropy=(weights * entropy).sum())
+                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
                 meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
-            scale = common.warmup(optimizer, cfg.lr_warmup)
-            norm = common.optimizer_step(policy, optimizer, cfg.max_grad_norm, scale)
-            meter.step(grad_norm=norm)
+            lr = cfg.lr * min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # warm-up
+            norm = common.optimizer_step(policy, optimizer, lr, cfg.max_grad_norm)
+            meter.step(grad_norm=norm, lr=lr)
+            run.updates += 1
         sampler.refresh()
-        run.lap("t_update")
+        log.lap("t_update")
 
         # 5 log, evaluate, save -------------------------------------------------------------------
-        run.state["step"] += 1
-        result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
+        run.advance()
+        due = run.due(cfg.eval_every)
+        evaluation = experiment.evaluate(sampler, data.heldout, cfg.seed) if due else {}
         tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
-        drops = dict(gen_rounds=n, groups_dropped=keep.count(False))
-        run.log(batch, advantages, meter, result, sampler, sampled, tied_frac=tied, **drops)
+        log.add(run.step, batch, advantages, meter, evaluation, everything, tied_frac=tied,
+                gen_rounds=rounds, groups_dropped=dropped)
         if run.due(cfg.save_every):
             run.save(sampler)
-    run.finish(sampler, data)
+    experiment.finish(run, log, sampler, data)
 
 
 if __name__ == "__main__":
-    train(common.parse_args(Config, TINY))
+    train(experiment.parse_args(Config, TINY))

@@ -7,8 +7,7 @@ a whole, so the clip does. Its range is a thousandth of GRPO's and clips far mor
     s_i  = exp(1/|o_i| sum_t log pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t))
     loss = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1 - 3e-4, 1 + 4e-4))
 
-It is GRPO until the second update of a rollout. (GSPO-token is this, too, when all tokens of an
-answer share one advantage.)
+It is GRPO until the second update of a rollout. GSPO-token is this, if tokens share an advantage.
 
     python gspo.py                                                a laptop: no download, 2 minutes
     python gspo.py --model Qwen2.5-0.5B                           one GPU, on GSM8K
@@ -21,7 +20,8 @@ from typing import Literal
 import torch
 
 import common
-from common import flag
+import experiment
+from experiment import flag
 
 
 @dataclass
@@ -127,6 +127,7 @@ def policy_loss(
     ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).exp()  # (N, 1)
     unclipped = -advantages[:, None] * ratio
     clipped = -advantages[:, None] * ratio.clamp(1 - clip_low, 1 + clip_high)
+    # PPO's minimum: -min(x, y) = max(-x, -y), the more pessimistic of the two
     loss = (weights * torch.maximum(unclipped, clipped)).sum()
     stats = {
         "pg_loss": loss.detach(),
@@ -139,41 +140,42 @@ def policy_loss(
 # --- the loop ------------------------------------------------------------------------------------
 
 
-def rollout(sampler, questions, cfg, seed):
+def rollout(sampler, questions, group_size, seed):
     """G answers to each of P questions. Every rank samples its share, then all hold all of them.
 
     Returns a `common.Batch` of P * G rows, answers of one question consecutive, not yet scored.
     """
-    common.seed_all(cfg.seed, *seed, common.rank())
+    common.seed_all(*seed, common.rank())  # each rank draws its own answers
     questions = common.my_share(questions)
     prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
-    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, cfg.group_size, record=32)
+    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
     mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
     batch = common.Batch(
-        questions=[q for q in questions for _ in range(cfg.group_size)],
+        questions=[q for q in questions for _ in range(group_size)],
         texts=sampler.decode(tokens, mask),
-        prompt_ids=prompt_ids.repeat_interleave(cfg.group_size, 0),
-        prompt_mask=prompt_mask.repeat_interleave(cfg.group_size, 0),
+        prompt_ids=prompt_ids.repeat_interleave(group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(group_size, 0),
         tokens=tokens,
         mask=mask,
         truncated=sampler.truncated(tokens),
         sampler_logp=sampler_logp,
+        group_size=group_size,
     )
     return common.gather(batch, sampler.pad)
 
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, __file__)
+    run, log, data, policy, sampler = experiment.set_up(cfg, __file__)
     optimizer = run.optimizer(policy, cfg.lr)
-    score = common.Scorer(cfg)
-    run.begin(sampler, data)
+    score = experiment.Scorer(cfg)
+    experiment.begin(run, log, sampler, data)
 
     while run.step < cfg.steps and not run.stopping():
         # 1 sample: G answers to each of P questions ----------------------------------------------
         questions = run.next_questions(data.train)
-        batch = rollout(sampler, questions, cfg, seed=(run.step,))
-        run.lap("t_sample")
+        batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step))
+        log.lap("t_sample")
 
         # 2 score ---------------------------------------------------------------------------------
         batch.rewards, batch.correct = score(batch)  # (N,) each
@@ -182,14 +184,23 @@ def train(cfg):
         advantages = group_advantages(batch.rewards, cfg.group_size)  # (N,)
 
         # 4 update: pi_old is fixed, pi_theta moves -----------------------------------------------
-        cuts = common.cut(batch, cfg)  # minibatches of micro-batches, one cut for all log-probs
-        on_policy = len(cuts) * cfg.epochs == 1  # one update: pi_old is pi_theta, no pass needed
-        old_logp = None if on_policy else common.whole_logps(policy, batch, cuts, cfg)  # (N, T)
-        run.lap("t_logp")
+        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   minibatch  some of them: one optimizer step
+        #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
+        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
+        old_logp = None  # with one update in all pi_old is pi_theta: no pass of its own
+        on_policy = len(cuts) * cfg.epochs == 1
+        if not on_policy:
+            old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T)
+        log.lap("t_logp")
         meter = common.Meter()
         for minibatch in cuts * cfg.epochs:
             for micro in minibatch.micros:  # this rank's share of the rows
-                logp, entropy = common.micro_logps(policy, batch, micro, cfg)
+                # logits = policy(prompt and answer).logits, each one place before its token
+                # log_probs = log_softmax(logits / temperature)         over the vocabulary
+                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
+                logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature)
                 old = logp.detach() if on_policy else micro.take(old_logp)
                 weights = token_weights(micro.mask, total=len(minibatch.rows))
                 loss, stats = policy_loss(
@@ -198,22 +209,25 @@ def train(cfg):
                 )
                 (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
                 meter.add(**stats, entropy=(weights * entropy).sum())
+                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
                 meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
-            scale = common.warmup(optimizer, cfg.lr_warmup)
-            norm = common.optimizer_step(policy, optimizer, cfg.max_grad_norm, scale)
-            meter.step(grad_norm=norm)
+            lr = cfg.lr * min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # warm-up
+            norm = common.optimizer_step(policy, optimizer, lr, cfg.max_grad_norm)
+            meter.step(grad_norm=norm, lr=lr)
+            run.updates += 1
         sampler.refresh()
-        run.lap("t_update")
+        log.lap("t_update")
 
         # 5 log, evaluate, save -------------------------------------------------------------------
-        run.state["step"] += 1
-        result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
+        run.advance()
+        due = run.due(cfg.eval_every)
+        evaluation = experiment.evaluate(sampler, data.heldout, cfg.seed) if due else {}
         tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
-        run.log(batch, advantages, meter, result, sampler, tied_frac=tied)
+        log.add(run.step, batch, advantages, meter, evaluation, tied_frac=tied)
         if run.due(cfg.save_every):
             run.save(sampler)
-    run.finish(sampler, data)
+    experiment.finish(run, log, sampler, data)
 
 
 if __name__ == "__main__":
-    train(common.parse_args(Config, TINY))
+    train(experiment.parse_args(Config, TINY))

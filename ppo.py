@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from transformers import AutoModelForTokenClassification
 
 import common
-from common import flag
+import experiment
+from experiment import flag
 
 
 @dataclass
@@ -169,6 +171,7 @@ def policy_loss(
     advantages = advantages.masked_fill(~mask, 0.0)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    # PPO's minimum: -min(x, y) = max(-x, -y), the more pessimistic of the two
     loss = (weights * torch.maximum(unclipped, clipped)).sum()
     stats = {
         "pg_loss": loss.detach(),
@@ -198,6 +201,11 @@ def value_loss(values, old_values, returns, mask, weights, clip_eps=0.2):
     return loss, stats
 
 
+def answer_means(x, mask):
+    """Each answer's mean over its tokens: (N, T) -> (N,)."""
+    return (x * mask).sum(1) / mask.sum(1)
+
+
 def explained_variance(values, returns, mask):
     """1 - var(returns - values) / var(returns) over the mask, a float: 1 is perfect, 0 is no better
     than a constant; None where all returns are equal."""
@@ -206,74 +214,114 @@ def explained_variance(values, returns, mask):
     return (1 - (returns - values)[mask].var() / spread).item() if spread > 0 else None
 
 
+# --- the critic ----------------------------------------------------------------------------------
+
+
+def load_critic(run, tokenizer, cfg):
+    """A value model of its own size, one number per position, (N, L, 1), zero at the start: from
+    the checkpoint, else --critic, else where the policy started."""
+    path = experiment.find_model(cfg.critic, "critic") if cfg.critic else run.start
+    if common.load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        common.fail(f"--critic {cfg.critic}: its tokenizer is not the policy's; name a relative")
+    path = run.checkpoint / "critic" if run.checkpoint else path
+    critic = common.from_pretrained(AutoModelForTokenClassification, path, num_labels=1)
+    if not run.checkpoint:
+        for parameter in (getattr(critic, "score", None) or critic.classifier).parameters():
+            torch.nn.init.zeros_(parameter)
+    return common.trainable(critic, cfg.dtype, cfg.gradient_checkpointing)
+
+
+def micro_values(critic, batch, micro, after=False):
+    """(n, micro.response_len) values of the states before (or `after`) each response token.
+
+    V_t is read where token t is predicted, one position to the left of the token itself.
+    """
+    ids, mask = common.micro_input(batch, micro)
+    known = len(critic.get_input_embeddings().weight)  # a policy of its family may have more rows
+    ids, place = ids.clamp(max=known - 1), common.positions(mask)
+    out = critic(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)
+    end = out.logits.shape[1] - (not after)
+    values = out.logits[:, end - micro.response_len : end, 0]
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 # --- the loop ------------------------------------------------------------------------------------
 
 
-def rollout(sampler, questions, cfg, seed):
+def rollout(sampler, questions, group_size, seed):
     """G answers to each of P questions. Every rank samples its share, then all hold all of them.
 
     Returns a `common.Batch` of P * G rows, answers of one question consecutive, not yet scored.
     """
-    common.seed_all(cfg.seed, *seed, common.rank())
+    common.seed_all(*seed, common.rank())  # each rank draws its own answers
     questions = common.my_share(questions)
     prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
-    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, cfg.group_size, record=32)
+    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
     mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
     batch = common.Batch(
-        questions=[q for q in questions for _ in range(cfg.group_size)],
+        questions=[q for q in questions for _ in range(group_size)],
         texts=sampler.decode(tokens, mask),
-        prompt_ids=prompt_ids.repeat_interleave(cfg.group_size, 0),
-        prompt_mask=prompt_mask.repeat_interleave(cfg.group_size, 0),
+        prompt_ids=prompt_ids.repeat_interleave(group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(group_size, 0),
         tokens=tokens,
         mask=mask,
         truncated=sampler.truncated(tokens),
         sampler_logp=sampler_logp,
+        group_size=group_size,
     )
     return common.gather(batch, sampler.pad)
 
 
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
-    run, data, policy, sampler = common.set_up(cfg, __file__)
-    reference = common.load_frozen(run.start, cfg) if cfg.kl_coef > 0 else None
-    critic = common.load_critic(run, sampler, cfg)
+    run, log, data, policy, sampler = experiment.set_up(cfg, __file__)
+    reference = common.load_frozen(run.start, cfg.dtype) if cfg.kl_coef > 0 else None
+    critic = load_critic(run, sampler.tokenizer, cfg)
     optimizer = run.optimizer(policy, cfg.lr)
     critic_optimizer = run.optimizer(critic, cfg.critic_lr, "critic_optimizer")
-    score = common.Scorer(cfg)
-    kl_coef = run.state.get("kl_coef", cfg.kl_coef)
-    run.begin(sampler, data)
+    score = experiment.Scorer(cfg)
+    kl_coef = run.kept.get("kl_coef", cfg.kl_coef)
+    experiment.begin(run, log, sampler, data)
 
     while run.step < cfg.steps and not run.stopping():
         # 1 sample: G answers to each of P questions ----------------------------------------------
         questions = run.next_questions(data.train)
-        batch = rollout(sampler, questions, cfg, seed=(run.step,))
-        run.lap("t_sample")
+        batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step))
+        log.lap("t_sample")
 
         # 2 score ---------------------------------------------------------------------------------
         batch.rewards, batch.correct = score(batch)  # (N,) each
 
         # 3 advantage: how much better than the critic expected, token by token --------------------
-        cuts = common.cut(batch, cfg)  # minibatches of micro-batches, one cut for all log-probs
-        old_logp = common.whole_logps(policy, batch, cuts, cfg)  # (N, T), as all below
-        ref_logp = common.whole_logps(reference, batch, cuts, cfg) if reference else old_logp
-        old_values = common.whole_values(critic, batch, cuts)
-        kl = ((old_logp - ref_logp).sum(1) / batch.mask.sum(1)).mean().item()  # nats per token
+        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
+        old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T), as all below
+        ref_logp = old_logp if reference is None else common.whole_logps(
+            reference, batch, cuts, cfg.temperature)
+        old_values = common.whole(micro_values, critic, batch, cuts)
+        kl = answer_means(old_logp - ref_logp, batch.mask).mean().item()  # nats per token
         scores = batch.rewards
         if cfg.bootstrap:  # e.g. cut with score 0 where the critic still expects 0.6: earns 0.6
-            ends = common.whole_values(critic, batch, cuts, after=True)
+            ends = common.whole(micro_values, critic, batch, cuts, after=True)
             last = ends.gather(1, batch.mask.sum(1, keepdim=True) - 1)[:, 0]
             scores = scores + cfg.gamma * last * batch.truncated
         rewards = token_rewards(scores, old_logp, ref_logp, batch.mask, kl_coef)
         advantages, returns = gae(rewards, old_values, batch.mask, cfg.gamma, cfg.lam)
         advantages = whiten(advantages, batch.mask)  # over the tokens of all ranks
-        run.lap("t_logp")
+        log.lap("t_logp")
 
         # 4 update: pi_old is fixed, pi_theta and the critic move ---------------------------------
+        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   minibatch  some of them: one optimizer step
+        #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
         meter = common.Meter()
         for minibatch in cuts * cfg.epochs:
             for micro in minibatch.micros:  # this rank's share of the rows
+                # logits = policy(prompt and answer).logits, each one place before its token
+                # log_probs = log_softmax(logits / temperature)         over the vocabulary
+                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
                 wanted = "grad" if cfg.entropy_coef else "value"
-                logp, entropy = common.micro_logps(policy, batch, micro, cfg, wanted)
+                logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature, wanted)
                 old = micro.take(old_logp)
                 weights = token_weights(micro.mask, total=minibatch.tokens)
                 loss, stats = policy_loss(
@@ -282,37 +330,42 @@ def train(cfg):
                 entropy = (weights * entropy).sum()
                 loss = loss - cfg.entropy_coef * entropy
                 (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
-                values = common.micro_values(critic, batch, micro)
+                values = micro_values(critic, batch, micro)
                 v_loss, v_stats = value_loss(
                     values, micro.take(old_values), micro.take(returns), micro.mask, weights,
                     cfg.value_clip,
                 )
                 (v_loss * common.world()).backward()
                 meter.add(**stats, value_loss=v_stats["value_loss"], entropy=entropy)
+                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
                 meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
-            scale = common.warmup(optimizer, cfg.lr_warmup)
-            norm = common.optimizer_step(policy, optimizer, cfg.max_grad_norm, scale)
-            common.optimizer_step(critic, critic_optimizer, cfg.max_grad_norm, scale)
-            meter.step(grad_norm=norm)
+            warm = min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # linear warm-up
+            lr = cfg.lr * warm
+            norm = common.optimizer_step(policy, optimizer, lr, cfg.max_grad_norm)
+            common.optimizer_step(
+                critic, critic_optimizer, cfg.critic_lr * warm, cfg.max_grad_norm)
+            meter.step(grad_norm=norm, lr=lr)
+            run.updates += 1
         sampler.refresh()
-        run.lap("t_update")
+        log.lap("t_update")
 
         # 5 log, evaluate, save -------------------------------------------------------------------
-        run.state["step"] += 1
-        result = common.evaluate(sampler, data.heldout, cfg) if run.due(cfg.eval_every) else {}
-        run.log(
-            batch, advantages, meter, result, sampler,
+        run.advance()
+        due = run.due(cfg.eval_every)
+        evaluation = experiment.evaluate(sampler, data.heldout, cfg.seed) if due else {}
+        log.add(
+            run.step, batch, answer_means(advantages, batch.mask), meter, evaluation,
             ref_kl=kl if reference else None, kl_coef=kl_coef,
             explained_var=explained_variance(old_values, returns, batch.mask),
         )
         if cfg.kl_target:
             error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2)
             kl_coef *= 1 + error * len(batch) / cfg.kl_horizon
-            run.state["kl_coef"] = kl_coef
+            run.kept["kl_coef"] = kl_coef
         if run.due(cfg.save_every):
             run.save(sampler)
-    run.finish(sampler, data)
+    experiment.finish(run, log, sampler, data)
 
 
 if __name__ == "__main__":
-    train(common.parse_args(Config, TINY))
+    train(experiment.parse_args(Config, TINY))

@@ -1,0 +1,1021 @@
+"""What surrounds the training: command line, questions, cold start, evaluation, the run's files.
+
+No step needs any of it to be understood. In order: command line, questions, the built-in model and
+the cold start, scoring and evaluation, model folders, the run (its folder and state), the log (its
+numbers and words), and `set_up`, `begin` and `finish`, which the scripts call.
+"""
+
+import copy
+import csv
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+import transformers
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParser
+
+import common
+import rewards
+from common import fail, rank, say
+
+# --- command line --------------------------------------------------------------------------------
+
+BUILTIN = ("tiny", "tiny-moe")
+MAY_CHANGE = {"out_dir", "resume", "steps", "save_every", "keep", "wandb"}  # on --resume
+
+
+def flag(default, help, allowed=""):
+    """A dataclass field that is a command-line flag; `allowed` is its range, like "> 0, <= 1"."""
+    metadata = {"help": help.replace("%", "%%")}
+    return field(default=default, metadata=metadata | ({"metavar": allowed} if allowed else {}))
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message):
+        fail(f"{message}; --help lists the flags")
+
+
+def parse_args(config_class, tiny, argv=None):
+    """Command line -> Config. A flag given by hand beats `tiny`, which beats the field's default.
+
+    `tiny` holds the overrides of the built-in model: used when --model is tiny, tiny-moe or a
+    folder that such a run saved. With --resume the run's own settings take the place of the
+    defaults. Every value is checked against its field's range, then by `Config.check()`, which
+    raises ValueError. Any fault ends the program with one line and exit status 2.
+    """
+    parser = _Parser(config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]")
+    peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides the defaults of --help
+    peek.add_argument("--model", default=config_class.model)
+    model = peek.parse_known_args(argv)[0].model
+    if is_builtin(model):
+        # A folder that a run saved has had its cold start.
+        parser.set_defaults(**(tiny if model in BUILTIN else tiny | {"cold_start": 0}))
+    cfg = config_class(**vars(parser.parse_args(argv)))
+    if cfg.resume:
+        parser.set_defaults(**dict.fromkeys(vars(cfg)))  # None: not given by hand
+        given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+        cfg = _resumed(config_class, cfg, given)
+    for f in fields(config_class):
+        _check_range(f.name, getattr(cfg, f.name), f.metadata.get("metavar", ""))
+    try:
+        _check_common(cfg)
+        cfg.check()
+    except ValueError as error:
+        fail(error)
+    return cfg
+
+
+def _check_range(name, value, allowed):
+    tests = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
+    if isinstance(value, float) and not math.isfinite(value):
+        fail(f"--{name} {value}: must be a finite number")
+    for bound in filter(None, allowed.split(", ")):
+        sign, limit = bound.split()
+        if not tests[sign](float(value), float(limit)):
+            fail(f"--{name} {value}: must be {allowed}")
+
+
+def _check_common(cfg):
+    try:
+        weights = rewards.parse_reward(cfg.reward)
+    except ValueError as error:
+        raise ValueError(f"--{error}")
+    if ("model" in weights) != bool(cfg.reward_model):
+        raise ValueError("--reward model and --reward_model NAME|DIR go together: give both")
+    if cfg.out_dir and not cfg.resume and os.path.exists(Path(cfg.out_dir) / "config.json"):
+        raise ValueError(f"--out_dir {cfg.out_dir} holds a run: add --resume or name another")
+    if cfg.minibatches > cfg.prompts_per_step * cfg.group_size:
+        raise ValueError(
+            f"--minibatches {cfg.minibatches}: more than the {cfg.prompts_per_step} x "
+            f"{cfg.group_size} answers of a step; lower it or raise --prompts_per_step"
+        )
+    if cfg.wandb:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            raise ValueError("--wandb needs a package: pip install wandb, or leave the flag out")
+
+
+def _resumed(config_class, cfg, given):
+    if not cfg.out_dir:
+        fail("--resume needs --out_dir RUN: which run is to go on?")
+    path = Path(cfg.out_dir) / "config.json"
+    if not os.path.isfile(path):
+        fail(f"--resume: {cfg.out_dir} holds no run (no config.json); start one without --resume")
+    try:
+        about = json.loads(path.read_text())
+        script, saved = about["script"], dict(about["config"])
+    except (ValueError, KeyError, TypeError):
+        fail(f"--resume: {path} is damaged; start a new run")
+    if saved.keys() != {f.name for f in fields(config_class)}:
+        fail(f"--resume: {cfg.out_dir} is a run of {script}.py, with other flags: resume it there")
+    for name, value in given.items():
+        if name not in MAY_CHANGE and saved.get(name) != value:
+            fail(f"--resume with --{name} {value}, but the run has {saved.get(name)}: leave it out")
+    return config_class(**saved | {k: v for k, v in given.items() if k in MAY_CHANGE})
+
+
+def find_model(name, flag="model"):
+    """--model -> what `from_pretrained` takes: a folder, or a hub name with its owner."""
+    if os.path.isdir(name):
+        if not (Path(name) / "config.json").is_file():
+            fail(f"--{flag} {name}: the folder holds no config.json, so no Hugging Face model")
+        if (Path(name) / "metrics.csv").is_file():
+            fail(f"--{flag} {name}: that is a run; its model is {Path(name) / 'final'}")
+        return name
+    if name in BUILTIN:
+        fail(f"--{flag} {name}: only --model may be built in; name a folder or a hub model")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fail(f"--{flag} {name}: no such folder")
+    return name if "/" in name else f"Qwen/{name}"
+
+
+def is_builtin(name):
+    """True for tiny, tiny-moe and folders that their runs saved (config.json says so)."""
+    path = Path(name) / "config.json"
+    if name in BUILTIN or not os.path.isfile(path):
+        return name in BUILTIN
+    try:
+        return json.loads(path.read_text()).get("nanopo") in BUILTIN
+    except (ValueError, AttributeError):
+        fail(f"--model {name}: config.json is not a JSON object")
+
+
+# --- questions -----------------------------------------------------------------------------------
+
+INSTRUCTION = "Reason step by step, then give the answer on a last line as: #### <number>"
+PLAIN_PROMPT = "Question: {question}{instruction}\nAnswer:\n"  # for a tokenizer without a template
+
+
+@dataclass
+class Question:
+    """A row of data."""
+
+    question: str
+    answer: str  # the worked solution, "" without one
+    gold: str = None  # its last number or LaTeX value; None: nothing can be right or wrong
+    prompt_ids: list = None  # token ids of the whole prompt, set by `encode`
+
+
+@dataclass
+class Data:
+    """The questions of a run. No question is in two of the three."""
+
+    train: list
+    heldout: list  # from the training file: what curves are drawn on
+    test: list  # read once, at the end
+    repeats: int = 0  # rows of the training file that repeat a question and are left out
+
+
+def load_questions(name, reward, eval_size, needs_gold=""):
+    """--data -> `Data`. Of a question that the training file repeats the last is used.
+
+    needs_gold: what goes by right and wrong, so that every row must have a gold answer.
+    """
+    if name == "words":
+        train, heldout, test = rewards.words_split()
+        repeats = 0
+    else:
+        rows, test = _read_data(name)
+        train = list({row["question"]: row for row in rows}.values())  # each question once
+        repeats = len(rows) - len(train)
+        random.Random(0).shuffle(train)  # the same questions are held out for every seed
+        size = min(eval_size, len(train) // 10 or 1)
+        heldout, train = train[:size], train[size:]
+    if rewards.NEEDS_GOLD & set(rewards.parse_reward(reward)):
+        needs_gold = f"--reward {reward}"
+    data = Data(*([_question(row, name, needs_gold) for row in rows]
+                  for rows in (train, heldout[:eval_size], test)), repeats)
+    if not train:
+        fail(f"--data {name}: nothing left to train on after holding out {len(heldout)} rows")
+    return data
+
+
+def _question(row, name, needs_gold):
+    gold = rewards.gold_answer(row)
+    if needs_gold and gold is None:
+        fail(f"{row.get('where', f'--data {name}')}: no answer that says what is right "
+             f"('#### 18'), which {needs_gold} goes by")
+    return Question(row["question"], "" if row.get("answer") is None else str(row["answer"]), gold)
+
+
+def _read_data(name):
+    """(training rows, test rows) of `gsm8k`, a .jsonl file or a folder with train.jsonl."""
+    path = Path(name)
+    if os.path.isfile(path):
+        return _read_jsonl(path), []
+    if os.path.isdir(path) and (path / "train.jsonl").is_file():
+        test = path / "test.jsonl"
+        return _read_jsonl(path / "train.jsonl"), _read_jsonl(test) if test.is_file() else []
+    if name != "gsm8k" and not os.path.isdir(path):
+        fail(f"--data {name}: no such file or folder (built in: words, gsm8k)")
+    import datasets  # 1 s of imports, for the hub only
+
+    hub = "openai/gsm8k" if name == "gsm8k" else name
+    try:
+        parts = datasets.load_dataset(hub, "main")
+        return parts["train"].to_list(), parts["test"].to_list()
+    except (OSError, ValueError, LookupError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        fail(f"--data {name}: can't be loaded; offline, give a .jsonl file or a folder with "
+             f"train.jsonl [{reason}]")
+
+
+def _read_jsonl(path):
+    """Rows of a JSON-lines file; a bad line stops the program with its number."""
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (UnicodeDecodeError, OSError) as error:
+        fail(f"{path}: not a readable text file ({error})")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
+            except (ValueError, RecursionError) as error:
+                fail(f"{path} line {number}: not JSON ({str(error)[:100]})")
+            if not isinstance(row, dict) or not isinstance(row.get("question"), str):
+                fail(f"{path} line {number}: wants an object with a text field 'question'")
+            rows.append(row | {"where": f"{path} line {number}"})
+    if not rows:
+        fail(f"{path}: holds no rows; wants one JSON object a line with 'question' and 'answer'")
+    return rows
+
+
+def encode(tokenizer, rows, cfg, name="questions"):
+    """Set each row's `prompt_ids`; drop (and count) the rows longer than --max_prompt_len."""
+    builtin = cfg.data == "words" and is_builtin(cfg.model)
+    instruction = "" if builtin else f"\n{INSTRUCTION}"
+    for row in rows:
+        if tokenizer.chat_template:
+            row.prompt_ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": row.question + instruction}],
+                add_generation_prompt=True, return_dict=False,
+            )
+        else:
+            text = PLAIN_PROMPT.format(question=row.question, instruction=instruction)
+            row.prompt_ids = tokenizer(text).input_ids
+    kept = [row for row in rows if len(row.prompt_ids) <= cfg.max_prompt_len]
+    if name and len(kept) < len(rows):
+        say(f"notice: {len(rows) - len(kept)} of {len(rows)} {name} dropped, longer than "
+            f"--max_prompt_len {cfg.max_prompt_len}")
+    if rows and not kept:
+        fail(f"--max_prompt_len {cfg.max_prompt_len}: no question of {cfg.data} is that short")
+    return kept
+
+
+def questions_at(rows, cursor, count, seed):
+    """`count` rows from place `cursor` of an endless walk: each epoch shuffled anew, no repeats."""
+    picked = []
+    for place in range(cursor, cursor + count):
+        epoch, i = divmod(place, len(rows))
+        if not picked or i == 0:
+            order = list(range(len(rows)))
+            random.Random(f"{seed} {epoch}").shuffle(order)
+        picked.append(rows[order[i]])
+    return picked
+
+
+# --- the built-in model and the cold start -------------------------------------------------------
+
+
+def builtin_folder(cfg):
+    """The folder of the tiny model after its cold start: made on first use, then cached.
+
+    Called before the processes join: the first one to take the lock builds, the others find it.
+    """
+    tokenizer = _tiny_tokenizer()
+    config = _tiny_config(cfg.model, tokenizer)
+    data = load_questions(cfg.data, cfg.reward, cfg.eval_size)
+    lessons = cold_start_lessons(encode(tokenizer, data.train, cfg, ""), cfg)
+    pieces = sorted(tokenizer.get_vocab().items())
+    recipe = [config.to_dict(), pieces, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
+    taught = [(lesson.question, lesson.answer) for lesson in lessons]
+    text = repr([recipe, taught, torch.__version__])
+    folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            say(f"making the {cfg.model} model and its cold start, once: {folder}")
+            common.seed_all(cfg.seed, "init")
+            model = AutoModelForCausalLM.from_config(config).to(common.device())
+            cold_start(model, tokenizer, lessons, cfg)
+            with whole_folder(folder) as temporary:
+                model.save_pretrained(temporary)
+                tokenizer.save_pretrained(temporary)
+    return str(folder)
+
+
+def _tiny_config(name, tokenizer):
+    shape = dict(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, intermediate_size=256, max_position_embeddings=2048,
+        initializer_range=0.08,  # the usual 0.02 learns far slower at this size
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, nanopo=name,
+    )
+    if name == "tiny":  # not Qwen2: AutoTokenizer forces Qwen2's own tokenizer on that model type
+        return transformers.Qwen3Config(**shape)
+    return transformers.Qwen3MoeConfig(
+        **shape, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    )
+
+
+def _tiny_tokenizer():
+    """Words, runs of # and single symbols of the built-in questions and answers: 69 pieces."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    split = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|#+|[\s\S]"), "isolated")
+    corpus = [PLAIN_PROMPT.format(question="", instruction="") + " wait\nwait 0123456789+-*=."]
+    corpus += [f"Question: {r['question']}{r['answer']}" for r in sum(rewards.words_split(), [])]
+    pieces = sorted({piece for text in corpus for piece, _ in split.pre_tokenize_str(text)})
+    vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _cache_home():
+    """The user's cache folder, or a temporary one where that can't be written."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanopo"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home).close()
+    except OSError:
+        home = Path(tempfile.gettempdir()) / f"nanopo-cache-{os.getuid()}"
+        home.mkdir(mode=0o700, exist_ok=True)
+        say(f"notice: the user's cache folder is read-only, using {home}")
+    return home
+
+
+COLD_BATCH = 32  # answers per cold-start step
+
+
+def cold_start_lessons(rows, cfg):
+    """Rows with an answer to imitate, in training order: the pupil's on the built-in problems
+    (see `rewards.sloppy_pupil`), elsewhere the file's own worked solutions."""
+    lessons = []
+    for k, row in enumerate(questions_at(rows, 0, cfg.cold_start * COLD_BATCH, cfg.seed)):
+        if cfg.data == "words":
+            rng = random.Random(f"pupil {cfg.seed} {k}")
+            answer = rewards.sloppy_pupil({"question": row.question, "answer": row.answer}, rng)
+        else:
+            answer = rewards.without_annotations(row.answer)
+            if not answer.strip():
+                fail(f"--cold_start {cfg.cold_start}: a row of {cfg.data} has no answer to imitate")
+        lessons.append(Question(row.question, answer, row.gold, row.prompt_ids))
+    return lessons
+
+
+def cold_start(model, tokenizer, lessons, cfg):
+    """Supervised steps on `lessons`: token-mean cross-entropy, 20 steps of warm-up, then linear
+    to a tenth of the learning rate. Without some right answers there is nothing to reinforce."""
+    top = cfg.cold_start_lr or 20 * cfg.lr
+    optimizer = common.make_optimizer(model, top)
+    end, pad, quiet = turn_end(tokenizer), tokenizer.pad_token_id, rank() > 0 or None
+    for step in tqdm(range(cfg.cold_start), "cold start", unit="step", disable=quiet, leave=False):
+        rows = lessons[step * COLD_BATCH :][:COLD_BATCH]
+        prompts, texts = [row.prompt_ids for row in rows], [row.answer for row in rows]
+        answers = [[*tokenizer(t, add_special_tokens=False).input_ids, end] for t in texts]
+        left, right = common.padded(prompts, pad), common.padded(answers, pad, left=False)
+        batch = common.Batch(rows, texts, *left, *right)
+        (minibatch,) = common.cut(batch, 1, cfg.micro_tokens)
+        for micro in minibatch.micros:
+            logp, _ = common.micro_logps(model, batch, micro, temperature=1.0, entropy="off")
+            loss = -(logp * micro.mask).sum() / minibatch.tokens
+            (loss * common.world()).backward()
+        lr = top * min((step + 1) / 20, 1 - 0.9 * step / cfg.cold_start)
+        common.optimizer_step(model, optimizer, lr, max_grad_norm=0)  # clipping was seen to ruin it
+
+
+def turn_end(tokenizer):
+    """The token id that ends a lesson: the chat template's end of turn, else the end of text."""
+    eos = tokenizer.eos_token_id
+    return next((i for i in common.stop_ids(tokenizer, GenerationConfig()) if i != eos), eos)
+
+
+# --- scoring and evaluation ----------------------------------------------------------------------
+
+
+class Scorer:
+    """--reward as a function: batch -> (rewards, correct), each (N,) float32.
+
+    `correct` is 1 or 0, NaN where there is no gold answer. Rule rewards are computed by every rank
+    for the whole batch; a reward model scores each rank's share, which is then gathered.
+    """
+
+    def __init__(self, cfg):
+        self.weights, self.model = rewards.parse_reward(cfg.reward), None
+        if cfg.reward_model:
+            path = find_model(cfg.reward_model, "reward_model")
+            dtype = common.compute_dtype(cfg.dtype)
+            try:
+                self.model = rewards.RewardModel(path, common.device(), dtype)
+            except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+                reason = (str(error).strip() or repr(error)).splitlines()[0][:300]
+                fail(f"--reward_model {cfg.reward_model}: {reason}")
+            limit = getattr(self.model.model.config, "max_position_embeddings", None)
+            if limit and cfg.max_prompt_len + cfg.max_new_tokens > limit:
+                fail(f"--reward_model {cfg.reward_model} has {limit} positions, fewer than "
+                     f"--max_prompt_len {cfg.max_prompt_len} + --max_new_tokens "
+                     f"{cfg.max_new_tokens}: lower them")
+
+    def __call__(self, batch):
+        golds, scores = [q.gold for q in batch.questions], None
+        if self.model:
+            questions = [q.question for q in common.my_share(batch.questions)]
+            try:
+                part = self.model(questions, common.my_share(batch.texts))
+            except ValueError as error:
+                fail(f"--reward_model: {error}; lower --max_new_tokens")
+            scores = list(itertools.chain(*common.from_all_ranks(part)))
+        total = rewards.score(batch.texts, golds, self.weights, scores)
+        right = []
+        for text, gold in zip(batch.texts, golds):
+            right.append(math.nan if gold is None else float(rewards.is_correct(text, gold)))
+        where = common.device()
+        return torch.tensor(total, device=where), torch.tensor(right, device=where)
+
+
+def evaluate(sampler, questions, seed):
+    """Answers to questions that have a gold: greedy, and one sample at the training temperature.
+
+    Returns `eval_accuracy` (greedy, strict) with its Wilson interval `eval_low`, `eval_high`,
+    `eval_lenient` (greedy, the last number counts) and `eval_sampled`; {} without any gold.
+    """
+    questions = [q for q in questions if q.gold is not None]
+    if not questions:
+        return {}
+    common.seed_all(seed, "evaluate", rank())
+    counts = torch.zeros(3, device=common.device())
+    mine = common.my_share(questions)
+    for greedy in (True, False) if mine else ():
+        tokens, _ = sampler.generate(*sampler.encode(mine), greedy=greedy)
+        texts = sampler.decode(tokens, common.response_mask(tokens, sampler.stop_ids))
+        strict = sum(rewards.is_correct(t, q.gold) for t, q in zip(texts, mine))
+        lenient = sum(rewards.is_correct(t, q.gold, lenient=True) for t, q in zip(texts, mine))
+        counts += counts.new_tensor([strict, lenient, 0] if greedy else [0, 0, strict])
+    n = len(questions)
+    strict, lenient, sampled = common.sum_over_ranks(counts).tolist()
+    low, high = wilson(strict, n)
+    return {
+        "eval_accuracy": strict / n, "eval_low": low, "eval_high": high,
+        "eval_sampled": sampled / n, "eval_lenient": lenient / n,
+    }
+
+
+def wilson(right, n, z=1.96):
+    """(low, high): Wilson's 95 % interval of a share of `right` out of `n`."""
+    if n == 0:
+        return 0.0, 1.0
+    p, z2 = right / n, z * z / n
+    middle, half = p + z2 / 2, z * math.sqrt(p * (1 - p) / n + z2 / (4 * n))
+    return (middle - half) / (1 + z2), (middle + half) / (1 + z2)
+
+
+@torch.no_grad()
+def expert_entropy(model, batch):
+    """How evenly the experts are used: entropy of the share of tokens per expert over its maximum,
+    in [0, 1], mean over layers, on the batch's first rows; None for a model without experts."""
+    if not hasattr(model.config, "num_experts_per_tok"):
+        return None
+    first = common.micro_of(batch, torch.arange(min(8, len(batch)), device=batch.tokens.device))
+    ids, mask = common.micro_input(batch, first)
+    out = model(
+        input_ids=ids, attention_mask=mask, position_ids=common.positions(mask), use_cache=False,
+        output_router_logits=True,
+    )
+    real, evenness = mask.reshape(-1).bool(), []
+    for logits in out.router_logits:  # one (n * L, experts) per layer
+        chosen = logits[real].topk(model.config.num_experts_per_tok, -1).indices
+        share = torch.bincount(chosen.reshape(-1), minlength=logits.shape[-1]) / chosen.numel()
+        evenness.append(torch.special.entr(share).sum() / math.log(logits.shape[-1]))
+    return torch.stack(evenness).mean().item()
+
+
+# --- model folders -------------------------------------------------------------------------------
+
+
+def save_model(sampler, model, folder, final=False):
+    """Write `model`'s whole weights in Hugging Face form, with the tokenizer; rank 0 writes.
+
+    float32, or, for the `final` policy, the dtype that it came in. The policy's generation_config
+    is the one that it came with, not the sampler's clean one.
+    """
+    dtype = getattr(torch, model.config.loaded_dtype) if final else torch.float32
+    once = {key for key, _ in [*model.named_parameters(), *model.named_buffers()]}  # tied: one name
+    tensors = {}
+    for key, value in model.state_dict().items():
+        if key in once:  # one at a time; gathering is a collective
+            value = common.full(value.to(dtype) if value.is_floating_point() else value)
+            if rank() == 0:
+                tensors[key] = value.cpu().contiguous()
+    if rank() > 0:
+        return
+    model.save_pretrained(folder, state_dict=tensors)
+    if model is sampler.policy:
+        sampler.loaded_generation_config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype  # save_pretrained() notes the float32 of the master weights
+    if final:
+        del config.loaded_dtype  # which is for a resumed run
+    config.save_pretrained(folder)
+    sampler.tokenizer.save_pretrained(folder)
+
+
+def save_optimizer(model, optimizer, path):
+    """Write AdamW's state as whole tensors, one for each part of each parameter; rank 0 writes."""
+    from torch.distributed.checkpoint import state_dict as dcp  # a second of imports
+
+    whole, tensors = {}, {}
+    if optimizer.state:  # of an optimizer that has not stepped, torch would make one up
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = dcp.get_optimizer_state_dict(model, optimizer, options=options)  # {} on ranks > 0
+    for key, parts in whole.get("state", {}).items():
+        for part, value in parts.items():
+            tensors[f"{part}.{key}"] = value.contiguous()
+    if rank() == 0:
+        save_file(tensors, path)
+
+
+def load_optimizer(model, optimizer, path):
+    """The reverse of `save_optimizer`, for any number of processes."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    state = {}
+    with safe_open(path, "pt") as file:
+        for name in file.keys():
+            part, _, key = name.partition(".")
+            state.setdefault(key, {})[part] = file.get_tensor(name)
+    if state:  # none if nothing was trained on so far
+        group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        whole = {"state": state, "param_groups": [group | {"params": list(state)}]}
+        options = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_optimizer_state_dict(model, optimizer, whole, options=options)
+
+
+@contextmanager
+def whole_folder(folder):
+    """Write a folder under a temporary name, renamed when complete: it is never half there.
+
+    Every rank may enter; rank 0 makes and renames, and the others leave after it.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    if rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+        temporary.mkdir(parents=True)
+    yield temporary
+    if rank() == 0:
+        os.replace(temporary, folder)
+    if common.world() > 1:
+        torch.distributed.barrier()
+
+
+# --- the run: its folder and its state -----------------------------------------------------------
+
+
+class Run:
+    """A run's folder, and what its next step depends on besides weights and optimizers: `step` and
+    `updates` done, the place in the questions (`cursor`), and `kept`, a dictionary for the rest.
+    All of it is saved with every checkpoint."""
+
+    def __init__(self, cfg, script):
+        self.cfg, self.script = cfg, script
+        self.optimizers, self.signals = {}, []
+        made = self._make_folder() if rank() == 0 else None
+        self.folder = Path(common.from_all_ranks(made)[0])
+        saves = sorted((self.folder / "checkpoints").glob("step-*"))
+        self.checkpoint = saves[-1] if saves else None
+        self.step = self.updates = self.cursor = 0
+        self.kept = {}
+        if self.checkpoint:
+            self.kept = json.loads((self.checkpoint / "state.json").read_text())
+            self.step, self.cursor = self.kept.pop("step"), self.kept.pop("cursor")
+            self.updates = self.kept.pop("updates")
+        self.saved_step = self.step
+        if self.step > cfg.steps:
+            fail(f"--steps {cfg.steps}: {self.folder} has done {self.step}; name a larger number")
+        if rank() == 0:
+            self._tidy()
+
+    def advance(self):
+        """A rollout step is done."""
+        self.step += 1
+
+    def due(self, every):
+        """True each `every` steps and on the last one."""
+        return self.step % every == 0 or self.step == self.cfg.steps
+
+    def next_questions(self, questions):
+        """The next P questions of an endless walk over the training questions."""
+        count = self.cfg.prompts_per_step
+        self.cursor += count
+        return questions_at(questions, self.cursor - count, count, self.cfg.seed)
+
+    def optimizer(self, model, lr, name="optimizer"):
+        """An AdamW for `model`, in its checkpointed state when the run is resumed."""
+        optimizer = common.make_optimizer(model, lr)
+        self.optimizers[name] = (model, optimizer)
+        if self.checkpoint:
+            load_optimizer(model, optimizer, self.checkpoint / f"{name}.safetensors")
+        return optimizer
+
+    def save(self, sampler):
+        """Write checkpoints/step-N: models in Hugging Face form, optimizers, state.
+
+        Collective: rank 0 gathers and writes. The folder is complete or absent, never half there.
+        """
+        folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        with whole_folder(folder) as temporary:
+            for name, (model, optimizer) in self.optimizers.items():
+                critic = model is not sampler.policy
+                save_model(sampler, model, temporary / "critic" if critic else temporary)
+                save_optimizer(model, optimizer, temporary / f"{name}.safetensors")
+            if rank() == 0:
+                state = {"step": self.step, "cursor": self.cursor, "updates": self.updates}
+                (temporary / "state.json").write_text(json.dumps(state | self.kept))
+        if rank() == 0:
+            for old in sorted(folder.parent.glob("step-*"))[: -self.cfg.keep]:
+                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
+        self.saved_step = self.step
+
+    def stopping(self):
+        """True on all ranks as soon as one of them was told to stop (a collective)."""
+        told = torch.tensor(float(len(self.signals)), device=common.device())
+        return bool(common.sum_over_ranks(told))
+
+    def listen(self):
+        """From now on Ctrl-C and SIGTERM finish the step and save first; a second one does not."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, frame):
+        # torchrun passes a Ctrl-C on a second time within moments: that still counts as one.
+        if self.signals and time.time() - self.signals[0] > 2:
+            os._exit(128 + number)
+        if not self.signals:
+            say("stopping: this step is finished and saved first; once more stops at once")
+        self.signals.append(time.time())
+
+    def _make_folder(self):
+        """--out_dir, or runs/grpo-1, or the first number that is free."""
+        try:
+            if self.cfg.out_dir:
+                os.makedirs(self.cfg.out_dir, exist_ok=True)
+                return self.cfg.out_dir
+            for number in itertools.count(1):
+                with suppress(FileExistsError):
+                    os.makedirs(f"runs/{self.script}-{number}")
+                    return f"runs/{self.script}-{number}"
+        except OSError as error:
+            fail(f"--out_dir {self.cfg.out_dir or 'runs'}: can't be made ({error.strerror})")
+
+    def _tidy(self):
+        """Write config.json (when resumed, --steps may be another one), and remove what came after
+        the checkpoint: a resumed run logs those steps again."""
+        self._write_config()
+        for path in [*self.folder.glob(".tmp-*"), *self.folder.glob("checkpoints/.tmp-*")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # of a run that was killed
+        self._trim("metrics.csv", _csv_step, [",".join(COLUMNS)])
+        self._trim("samples.jsonl", _json_step, [])
+
+    def _write_config(self):
+        about = {
+            "script": self.script, "config": asdict(self.cfg), "command": shlex.join(sys.argv),
+            "torch": torch.__version__, "transformers": transformers.__version__,
+            "world": common.world(),
+        }
+        temporary = self.folder / ".tmp-config.json"
+        try:
+            temporary.write_text(json.dumps(about, indent=2) + "\n")
+            os.replace(temporary, self.folder / "config.json")
+        except OSError as error:
+            fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
+
+    def _trim(self, name, step_of, lines):
+        """Keep the lines of a log up to the checkpoint, after those given."""
+        path = self.folder / name
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                if int(step_of(line)) <= self.step and self.checkpoint:
+                    lines.append(line)
+            except ValueError:
+                continue  # the header, or a line that a kill cut short
+        temporary = path.with_name(f".tmp-{name}")
+        temporary.write_text("".join(f"{line}\n" for line in lines))
+        os.replace(temporary, path)
+
+
+def _csv_step(line):
+    return line.split(",")[0] if line.count(",") == len(COLUMNS) - 1 else ""
+
+
+def _json_step(line):
+    return json.loads(line)["step"]
+
+
+# --- the log: its numbers and its words ----------------------------------------------------------
+
+COLUMNS = (
+    "step reward accuracy eval_accuracy eval_low eval_high eval_sampled eval_lenient pg_loss "
+    "value_loss entropy ref_kl approx_kl clip_frac grad_norm lr response_len truncated_frac "
+    "tied_frac kl_coef explained_var gen_rounds groups_dropped expert_entropy sampler_gap samples "
+    "tokens t_sample t_logp t_update t_total mem_gb"
+).split()
+
+
+class Log:
+    """metrics.csv and samples.jsonl, the clock, the progress bar and all that is said of a step.
+
+    `kept` (see `Run`) holds what it must remember: the first and the last evaluation ("before",
+    "last"), and whether any answer was ever "right".
+    """
+
+    def __init__(self, folder, kept, model, cfg):
+        self.folder, self.kept, self.model, self.cfg = folder, kept, model, cfg
+        self.laps, self.warned, self.bar = {}, set(), None
+
+    def lap(self, column=None):
+        """End of a stage: the seconds since the last lap go to `column`."""
+        if common.device().type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if column:
+            self.laps[column] = now - self.last
+        self.last = now
+
+    def add(self, step, batch, advantages, meter, evaluation, sampled=None, **values):
+        """A row of metrics.csv, the bar, warnings; at an evaluation some answers. Collective.
+
+        batch, advantages (N,): what was trained on; `sampled`: all that was sampled, if that is
+        more; `values` are further columns, None for an empty cell.
+        """
+        stats, sampled = meter.result(), sampled or batch
+        before = self.kept.get("right", False)
+        row = means_of(stats) | describe(sampled) | self.laps | values | evaluation
+        row |= {"step": step, "t_total": sum(self.laps.values()), "mem_gb": peak_memory_gb(),
+                "expert_entropy": expert_entropy(self.model, sampled)}
+        for name, value in row.items():
+            if isinstance(value, float) and math.isnan(value):
+                row[name] = None
+        self.kept["right"] = before or (row["accuracy"] or 0) > 0
+        first_kl = stats.get("approx_kl", [0.0])[0]
+        for message in unhealthy(row, first_kl, self.kept["right"]):
+            if message not in self.warned:
+                self.warned.add(message)
+                say(f"warning: step {step}: {message}")
+        self.write(row)
+        shown = {k: f"{row[k]:.2f}" for k in ("reward", "accuracy") if row[k] is not None}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+        self.say_accuracy(step, "held-out", evaluation)
+        self.kept["last"] = evaluation or self.kept.get("last")
+        if evaluation:
+            self._show(step, batch, advantages)
+
+    def write(self, row):
+        """Append a row to metrics.csv; `row` may lack columns."""
+        if rank() > 0:
+            return
+        with open(self.folder / "metrics.csv", "a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        if self.cfg.wandb:
+            import wandb
+
+            if wandb.run is None:
+                about = asdict(self.cfg)
+                wandb.init(project=self.cfg.wandb, name=self.folder.name, config=about)
+            wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+
+    def _show(self, step, batch, advantages):
+        """Append four of the batch's answers to samples.jsonl and print the first one."""
+        if rank() > 0 or len(batch) == 0:
+            return
+        with open(self.folder / "samples.jsonl", "a") as file:
+            for i in range(0, len(batch), max(1, len(batch) // 4)):
+                sample = {
+                    "step": step, "question": batch.questions[i].question,
+                    "gold": batch.questions[i].gold, "completion": batch.texts[i],
+                    "reward": batch.rewards[i].item(), "advantage": advantages[i].item(),
+                }
+                file.write(json.dumps(sample) + "\n")
+        answer = " | ".join(batch.texts[0].strip().splitlines())[:300]
+        say(f"  question: {batch.questions[0].question}\n  answer:   {answer}\n"
+            f"  reward {batch.rewards[0]:.2f}, advantage {advantages[0]:+.2f}")
+
+    def say_accuracy(self, step, name, result):
+        """Print what `evaluate` returned, if it did."""
+        if result:
+            text = "{eval_accuracy:.3f} [{eval_low:.3f}, {eval_high:.3f}] greedy, " \
+                "{eval_sampled:.3f} sampled, {eval_lenient:.3f} lenient"
+            say(f"step {step}: {name} accuracy {text.format(**result)}")
+
+
+def means_of(stats):
+    """The meter's lists, one number per optimizer step, as columns: their means; the last `lr`."""
+    row = {name: sum(values) / len(values) for name, values in stats.items()}
+    if "lr" in stats:
+        row["lr"] = stats["lr"][-1]
+    return row
+
+
+def describe(batch):
+    """Columns that tell what was sampled."""
+    return {
+        "reward": batch.rewards.mean().item(),
+        "accuracy": batch.correct.nanmean().item(),  # NaN: no gold answers
+        "truncated_frac": batch.truncated.mean().item(),
+        "response_len": batch.mask.sum(-1).float().mean().item(),
+        "samples": len(batch),
+        "tokens": int(batch.mask.sum()),
+    }
+
+
+def unhealthy(row, first_kl, ever_right):
+    """What is wrong with a step and which flag to change, in plain words: a list of messages.
+
+    row: a row of metrics.csv; first_kl: `approx_kl` of its first update; ever_right: whether any
+    answer of the run was."""
+    never = not ever_right and row["accuracy"] == 0 and row["reward"] <= 0 and row["step"] >= 3
+    checks = [
+        (row["truncated_frac"] > 0.5,
+         "most answers are truncated: raise --max_new_tokens"),
+        (row.get("tied_frac") == 1,
+         "every group of this step had equal rewards, so it taught nothing: raise --group_size, "
+         "or --cold_start if nothing is ever right"),
+        (row.get("entropy", 1.0) < 0.005,
+         "entropy has collapsed, answers no longer differ: lower --lr or raise --temperature"),
+        (first_kl > 1e-6,
+         "the ratio was not 1 before the first update: give --dtype float32 and report it"),
+        ((row.get("ref_kl") or 0) > 1,
+         "far from the reference: lower --lr or raise the KL weight"),
+        (row.get("sampler_gap", 0.0) > 0.5,
+         "sampler and trainer disagree on log-probs: give --dtype float32"),
+        (never,
+         "no answer was ever right: raise --cold_start, or check --reward and the data"),
+    ]
+    return [message for bad, message in checks if bad]
+
+
+def peak_memory_gb():
+    """Peak memory of this process so far, GB: on the GPU if there is one, else resident."""
+    if common.device().type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e9 if sys.platform == "darwin" else 1e6)
+
+
+# --- what the scripts call -----------------------------------------------------------------------
+
+
+def set_up(cfg, file, needs_gold=""):
+    """Everything before the first step: (run, log, data, policy, sampler).
+
+    `file` is the script's __file__; its stem names the run. needs_gold: see `load_questions`.
+    """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
+    for name in ("reward_model", "critic"):
+        if getattr(cfg, name, ""):
+            find_model(getattr(cfg, name), name)
+    start = os.path.join(cfg.out_dir, "start")  # weights after a cold start
+    if not (cfg.resume and os.path.isdir(start)):
+        start = builtin_folder(cfg) if cfg.model in BUILTIN else find_model(cfg.model)
+    data = load_questions(cfg.data, cfg.reward, cfg.eval_size, needs_gold)
+    common.start_processes(cfg.dtype, cfg.prompts_per_step)
+    tokenizer = common.load_tokenizer(start)
+    if data.repeats:
+        say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
+    data.train = encode(tokenizer, data.train, cfg, "train questions")
+    data.heldout = encode(tokenizer, data.heldout, cfg, "heldout questions")
+    data.test = encode(tokenizer, data.test, cfg, "test questions")
+    run = Run(cfg, Path(file).stem)
+    policy = common.load_policy(run.checkpoint or start, cfg.dtype, cfg.gradient_checkpointing)
+    check_fit(policy, data, cfg)
+    sampler = common.Sampler(policy, run.checkpoint or start, tokenizer, cfg)
+    check_law(sampler)
+    kept = run.folder / "start"
+    if cfg.cold_start and not run.checkpoint and not kept.is_dir():
+        if cfg.model not in BUILTIN:
+            cold_start(policy, tokenizer, cold_start_lessons(data.train, cfg), cfg)
+            sampler.refresh()
+        with whole_folder(kept) as temporary:
+            save_model(sampler, policy, temporary)
+    run.start = str(kept) if kept.is_dir() else start
+    return run, Log(run.folder, run.kept, sampler.model, cfg), data, policy, sampler
+
+
+def check_fit(policy, data, cfg):
+    """Stop unless the model has a row for every token and, if it counts them, the positions."""
+    prompts = [row.prompt_ids for row in [*data.train, *data.heldout, *data.test]]
+    rows = len(policy.get_input_embeddings().weight)
+    if max(map(max, prompts)) >= rows:
+        fail(f"--model {cfg.model}: its tokenizer has more tokens than the model's "
+             f"{rows} embedding rows; they belong to two models")
+    limit, longest = getattr(policy.config, "max_position_embeddings", None), max(map(len, prompts))
+    if limit and longest + cfg.max_new_tokens > limit:
+        fail(f"--max_new_tokens {cfg.max_new_tokens} after prompts of up to {longest} tokens: "
+             f"{cfg.model} has {limit} positions; lower it or --max_prompt_len")
+
+
+@torch.no_grad()
+def check_law(sampler):
+    """Stop unless the model samples from softmax(logits / T) and its parts make its logits."""
+    model, name = sampler.model, sampler.name
+    ids = torch.tensor([[sampler.stop_ids[0]] * 3], device=common.device())
+    training = model.training
+    model.eval()
+    logits = model(input_ids=ids).logits
+    if not torch.isfinite(logits).all():
+        fail(f"--model {name}: its logits are not finite; are its weights damaged?")
+    config = sampler.config(2)
+    config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
+    common.seed_all("check")
+    ones = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=ones, generation_config=config)
+    for scores, raw in zip(out.scores, out.logits):
+        if not torch.allclose(scores, raw / sampler.temperature):
+            fail(f"--model {name}: generate() changes the logits before sampling")
+    logp, _ = common.token_logps(model, ids, ones, 2, entropy="off")
+    expected = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    rounding = 1e-4 if logits.dtype == torch.float32 else 0.2
+    capped = getattr(model.config, "final_logit_softcapping", None)
+    if capped or not torch.allclose(logp, expected, atol=rounding):
+        fail(f"--model {name}: its logits are more than its output head's "
+             "(soft-capped or scaled, like Gemma-2's), which these scripts don't support")
+    model.train(training)
+
+
+def begin(run, log, sampler, data):
+    """Listen to signals, measure where the run starts, show the bar, start the clock."""
+    run.listen()
+    say(f"run: {run.folder}; questions: {len(data.train)} to train on, "
+        f"{len(data.heldout)} held out, {len(data.test)} for a test")
+    quiet = rank() > 0 or None  # None: no bar off a terminal
+    log.bar = tqdm(total=run.cfg.steps, initial=run.step, unit="step", disable=quiet)
+    if run.step == 0:
+        run.kept["before"] = evaluate(sampler, data.heldout, run.cfg.seed)
+        log.write({"step": 0} | run.kept["before"])
+        log.say_accuracy(0, "held-out", run.kept["before"])
+    log.lap()
+
+
+def finish(run, log, sampler, data):
+    """Save, read the test questions once, write final/, say what was reached; leave."""
+    stopped = run.stopping() or run.step < run.cfg.steps
+    if run.step > run.saved_step:
+        run.save(sampler)
+    log.bar.close()
+    if stopped:
+        say(f"stopped after step {run.step}; go on with:\n"
+            f"  python {run.script}.py --resume --out_dir {shlex.quote(str(run.folder))}")
+    else:
+        test = data.test[: run.cfg.test_size or None]
+        log.say_accuracy(run.step, "test", evaluate(sampler, test, run.cfg.seed))
+        final = run.folder / "final"
+        if rank() == 0 and final.exists():
+            shutil.rmtree(final)
+        with whole_folder(final) as temporary:
+            save_model(sampler, sampler.policy, temporary, final=True)
+        _conclude(run, final)
+    common.end_processes()
+
+
+def _conclude(run, final):
+    """The last lines: what was reached, where it is, what to type next."""
+    say(f"done: step {run.step} of {run.cfg.steps}")
+    before, after = run.kept.get("before"), run.kept.get("last")
+    if before and after:
+        pairs = [x[key] for key in ("eval_accuracy", "eval_sampled") for x in (before, after)]
+        text = "  held-out accuracy: greedy {:.3f} -> {:.3f}, sampled {:.3f} -> {:.3f}"
+        say(text.format(*pairs))
+    say(f"  {run.folder}/ holds metrics.csv, samples.jsonl, checkpoints and final/, the model")
+    folder, final, data = (shlex.quote(str(x)) for x in (run.folder, final, run.cfg.data))
+    say(f"next:\n  python plots/figures.py {folder}\n"
+        f"  python {run.script}.py --model {final} --data {data} --steps 0\n"
+        f"  python {run.script}.py --resume --out_dir {folder} "
+        f"--steps {2 * max(1, run.cfg.steps)}")
