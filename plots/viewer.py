@@ -20,6 +20,7 @@ import webbrowser
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -30,8 +31,14 @@ import figures  # noqa: E402
 import rewards  # noqa: E402
 
 SCRIPTS = {name: importlib.import_module(name) for name in ("grpo", "dapo", "gspo", "ppo")}
-PANELS = ("eval_accuracy", "accuracy", "reward", "entropy", "response_len", "ref_kl", "approx_kl",
-          "clip_frac")
+PANELS = {  # column of metrics.csv: title, unit
+    "eval_accuracy": ("Held-out accuracy", "greedy, share of questions"),
+    "accuracy": ("Accuracy in training", "share of sampled answers"),
+    "reward": ("Reward", "mean per answer"), "entropy": ("Entropy", "nats per token"),
+    "response_len": ("Length of answers", "tokens"),
+    "ref_kl": ("KL to the reference", "nats per token"),
+    "approx_kl": ("KL of an update", "old to new, nats per token"),
+    "clip_frac": ("Clipped", "share of tokens, GSPO: of answers")}
 MOST_BYTES = 3_000_000  # of a page
 MOST_TEXT = 20_000  # characters of an answer without tokens, of a question
 DIGITS = 5  # significant ones, of every number in the page
@@ -108,24 +115,23 @@ def config_of(name, run):
     return script.Config(**(script.TINY if builtin else {}) | shared)
 
 
-def shaping(group, cfg):
+def shaping(group, mask, cfg):
     """(G,) what DAPO adds to a reward: 0 and 1 become -1 and 1, and long answers pay."""
-    lengths = torch.tensor([float(len(row["tokens"])) for row in group]).double()
-    right = torch.tensor([float(row.get("correct") or 0) for row in group]).double()
-    added = rewards.parse_reward(cfg.reward).get("correct", 0) * (right - 1)
-    if 0 < cfg.overlong_buffer <= cfg.max_new_tokens:
-        limits = cfg.max_new_tokens, cfg.overlong_buffer
-        added = added + SCRIPTS["dapo"].soft_overlong_penalty(lengths, *limits)
-    return added
+    right = [math.nan if row.get("correct") is None else row["correct"] for row in group]
+    right = torch.tensor(right).double()
+    batch = SimpleNamespace(rewards=torch.zeros_like(right), correct=right, mask=mask)
+    weight = rewards.parse_reward(cfg.reward).get("correct", 0)
+    buffer = cfg.overlong_buffer if cfg.overlong_buffer <= cfg.max_new_tokens else 0
+    return SCRIPTS["dapo"].shaped_rewards(batch, weight, cfg.max_new_tokens, buffer)
 
 
 def advantages_under(name, cfg, group, mask, run):
     """(G,) or, in PPO, (G, T) advantages of a recorded group under another script than its own."""
     scores = torch.tensor([row["reward"] for row in group]).double()
     if run.script == "dapo":
-        scores = scores - shaping(group, config_of("dapo", run))
+        scores = scores - shaping(group, mask, config_of("dapo", run))
     if name == "dapo":
-        scores = scores + shaping(group, cfg)
+        scores = scores + shaping(group, mask, cfg)
     if name != "ppo":
         return SCRIPTS[name].group_advantages(scores, len(group))
     ppo, old, ref = SCRIPTS["ppo"], stacked(group, "old_logp"), stacked(group, "ref_logp")
@@ -271,7 +277,7 @@ def about(name, run):
     cfg = config_of(name, run)
     clips = clips_of(cfg)
     low, high = clips.get("clip_low", clips.get("clip_eps")), clips.get("clip_high")
-    return dict(low=number(1 - low), high=number(1 + (low if high is None else high)),
+    return dict(low=round(1 - low, 6), high=round(1 + (low if high is None else high), 6),
                 beta=getattr(cfg, "beta", 0), gamma=getattr(cfg, "gamma", 1))
 
 
@@ -369,8 +375,7 @@ def source_hash(template, tag):
 def make_page(runs):
     """(the HTML, [groups with tokens, as text only, left out]) of loaded runs."""
     template = (ROOT / "plots" / "viewer.html").read_text(encoding="utf-8")
-    data = dict(runs=[run_data(run) for run in runs], panels=PANELS, left_out=0,
-                titles={name: figures.PANELS.get(name, (name, "")) for name in PANELS})
+    data = dict(runs=[run_data(run) for run in runs], panels=PANELS, left_out=0)
     room = MOST_BYTES - len(template.encode()) - len(as_json(data)) - 1000
     kept, counts = fitting(runs, room)
     for run, groups in zip(data["runs"], kept):
