@@ -41,7 +41,7 @@ PANELS = {  # column of metrics.csv: title, unit
     "clip_frac": ("Clipped", "share of tokens, GSPO: of answers")}
 MOST_BYTES = 3_000_000  # of a page
 MOST_TEXT = 20_000  # characters of an answer without tokens, of a question
-DIGITS = 5  # significant ones, of every number in the page
+DIGITS = dict(ratio=8)  # significant ones, else 5: GSPO clips a ratio at 1.0004
 ARRAYS = ("logp", "old_logp", "entropy", "ref_logp", "values", "token_rewards", "advantages")
 
 
@@ -195,14 +195,14 @@ def shared_arrays(group, cfg, mask):
 # --- the page's data -----------------------------------------------------------------------------
 
 
-def number(x):
-    """A float with as many digits as are shown, None if it is not finite."""
-    return float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None
+def number(x, digits=5):
+    """A float with so many significant digits, None if it is not finite."""
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
-def squeezed(values):
+def squeezed(name, values):
     """The numbers of an answer's tokens, or one number where they are all the same."""
-    values = [number(x) for x in values]
+    values = [number(x, DIGITS.get(name, 5)) for x in values]
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -235,7 +235,7 @@ def token_group(group, run):
         special = set(row["special"]) if isinstance(row.get("special"), list) else set()
         page["rows"][i] |= dict(
             tokens=row["tokens"], ids=row["ids"], by={}, special=[t in special for t in range(n)],
-            **{key: squeezed(x[i, :n].tolist()) for key, x in arrays.items()})
+            **{key: squeezed(key, x[i, :n].tolist()) for key, x in arrays.items()})
     for name in SCRIPTS:
         cfg = config_of(name, run)
         if name != "ppo" and len(group) < 2:
@@ -250,7 +250,7 @@ def token_group(group, run):
         page["sums"][name] = number((seen["w"] * seen["term"]).sum())
         page["notes"][name] = note(name, cfg, group, arrays, run)
         for i, n in enumerate(lengths):
-            by = {key: squeezed(x[i, :n].tolist()) for key, x in seen.items() if key != "clip"}
+            by = {key: squeezed(key, x[i, :n].tolist()) for key, x in seen.items()}
             by["clip"] = [t for t in range(n) if seen["clip"][i, t] > 0]
             by["sum"] = number((seen["w"][i] * seen["term"][i]).sum())
             page["rows"][i]["by"][name] = by

@@ -193,8 +193,11 @@ def drive(browser, page):
     check("Tab reaches everything", wanted <= reached)
     for width in (360, 1600):
         browser.look(width)
-        check(f"no sideways scrolling at {width} pixels", browser.ask(
-            "document.documentElement.scrollWidth <= window.innerWidth"))
+        wide = browser.ask("[...document.querySelectorAll('main *')].filter((node) => "
+                           "node.getBoundingClientRect().right > innerWidth && !node.closest("
+                           "'#others, svg')).map((node) => node.id || node.className)")
+        check(f"nothing sticks out at {width} pixels {wide}", not wide and browser.ask(
+            "document.documentElement.scrollWidth <= innerWidth"))
     backs = []
     for scheme in ("light", "dark"):
         browser.look(1600, scheme=scheme)
