@@ -40,9 +40,12 @@ PANELS = {  # column of metrics.csv: title, unit
     "approx_kl": ("KL of an update", "old to new, nats per token"),
     "clip_frac": ("Clipped", "share of tokens, GSPO: of answers")}
 MOST_BYTES = 3_000_000  # of a page
+LEAST_BYTES = 80  # of a token
 MOST_TEXT = 20_000  # characters of an answer without tokens, of a question
 DIGITS = dict(ratio=8)  # significant ones, else 5: GSPO clips a ratio at 1.0004
-ARRAYS = ("logp", "old_logp", "entropy", "ref_logp", "values", "token_rewards", "advantages")
+FIELDS = dict(step=int, question=str, completion=str, reward=float, advantage=float)
+ARRAYS = ("ids", "logp", "old_logp", "entropy", "ref_logp", "values", "token_rewards",
+          "advantages")
 
 
 # --- what a run recorded -------------------------------------------------------------------------
@@ -54,41 +57,36 @@ def read_samples(folder):
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
-            row = row | {"question": str(row["question"]), "completion": str(row["completion"]),
-                         "step": int(row["step"]), "reward": float(row["reward"]),
-                         "advantage": float(row["advantage"])}
+            rows.append(row | {name: kind(row[name]) for name, kind in FIELDS.items()})
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             bad += 1  # a kill cut it short, or it is not ours
-            continue
-        rows.append(row)
     return rows, bad
 
 
-def has_tokens(row):
-    """Does this row hold what the update saw of every token, whole and finite?"""
+def has_tokens(row, script):
+    """Does this row hold what the update of `script` saw of every token, whole and finite?"""
     tokens, update = row.get("tokens"), row.get("update")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(x, str) for x in tokens):
         return False
-    if not isinstance(update, list) or len(update) != 2 or not all(is_number(x) for x in update):
-        return False
-    given = [row.get(name) for name in (*ARRAYS, "ids") if name in row]
-    needed = all(name in row for name in ("logp", "old_logp", "ids"))
-    return needed and all(
-        isinstance(x, list) and len(x) == len(tokens) and all(is_number(y) for y in x)
-        for x in given)
+    needed = {"logp", "old_logp", "ids"} | ({"advantages"} if script == "ppo" else set())
+    given = [row.get(name) for name in ARRAYS if name in row or name in needed]
+    return is_numbers(update, 2) and all(is_numbers(x, len(tokens)) for x in given)
+
+
+def is_numbers(x, length):
+    """A list of so many finite numbers?"""
+    return isinstance(x, list) and len(x) == length and all(map(is_number, x))
 
 
 def is_number(x):
-    """A finite number (True and False are none)."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    """A finite number? True and False are none."""
+    return type(x) in (int, float) and math.isfinite(x)
 
 
 def groups_of(rows):
     """Lists of the rows that answer one question at one step, in the order of the file."""
-    def place(row):
-        return row["step"], str(row.get("group", "")), row["question"]
-
-    return [list(group) for _, group in groupby(rows, place)]
+    return [list(group) for _, group in groupby(
+        rows, lambda row: (row["step"], str(row.get("group", "")), row["question"]))]
 
 
 # --- what follows from it ------------------------------------------------------------------------
@@ -126,7 +124,11 @@ def shaping(group, mask, cfg):
 
 
 def advantages_under(name, cfg, group, mask, run):
-    """(G,) or, in PPO, (G, T) advantages of a recorded group under another script than its own."""
+    """(G,) or, in PPO, (G, T) advantages: recorded ones, or what another script would give."""
+    if run.script == name == "ppo":
+        return stacked(group, "advantages")
+    if run.script == name:
+        return torch.tensor([row["advantage"] for row in group]).double()
     scores = torch.tensor([row["reward"] for row in group]).double()
     if run.script == "dapo":
         scores = scores - shaping(group, mask, config_of("dapo", run))
@@ -142,12 +144,11 @@ def advantages_under(name, cfg, group, mask, run):
 
 def weights_under(name, cfg, group, mask):
     """(G, T) weights; an answer's are those of the optimizer step that it was part of."""
-    counts_tokens = name in ("ppo", "dapo")
-    of_answers = name == "dapo" and not cfg.token_mean
-    script = SCRIPTS["grpo" if of_answers else name]
-    totals = [row["update"][1 if counts_tokens and not of_answers else 0] for row in group]
-    return torch.cat([script.token_weights(mask[i : i + 1], total=total)
-                      for i, total in enumerate(totals)])
+    function, count = SCRIPTS[name].token_weights, 1 if name in ("ppo", "dapo") else 0
+    if name == "dapo" and not cfg.token_mean:
+        function, count = SCRIPTS["dapo"].answer_weights, 0
+    parts = [function(mask[i : i + 1], row["update"][count]) for i, row in enumerate(group)]
+    return torch.cat(parts)
 
 
 def clips_of(cfg):
@@ -211,10 +212,10 @@ def text_row(row):
     text, correct = row["completion"], row.get("correct")
     if len(text) > MOST_TEXT:
         text = f"{text[:MOST_TEXT]} … and {len(text) - MOST_TEXT} more characters"
-    known = is_number(correct)
     return dict(text=text, reward=number(row["reward"]), advantage=number(row["advantage"]),
-                correct=int(correct) if known else None, truncated=bool(row.get("truncated")),
-                length=len(row["tokens"]) if has_tokens(row) else None)
+                correct=correct if is_number(correct) else None,
+                truncated=bool(row.get("truncated")),
+                length=len(row["tokens"]) if isinstance(row.get("tokens"), list) else None)
 
 
 def text_group(group):
@@ -232,20 +233,16 @@ def token_group(group, run):
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
     arrays = shared_arrays(group, config_of("ppo", run), mask)
     for i, (row, n) in enumerate(zip(group, lengths)):
-        special = set(row["special"]) if isinstance(row.get("special"), list) else set()
-        page["rows"][i] |= dict(
-            tokens=row["tokens"], ids=row["ids"], by={}, special=[t in special for t in range(n)],
-            **{key: squeezed(key, x[i, :n].tolist()) for key, x in arrays.items()})
+        special = row["special"] if isinstance(row.get("special"), list) else []
+        page["rows"][i] |= dict(tokens=row["tokens"], ids=row["ids"], by={}, text=None,
+                                special=[t for t in range(n) if t in special])
+        page["rows"][i] |= {key: squeezed(key, x[i, :n].tolist()) for key, x in arrays.items()}
     for name in SCRIPTS:
         cfg = config_of(name, run)
         if name != "ppo" and len(group) < 2:
             page["notes"][name] = "one answer a question: no group to compare it with"
             continue
-        advantages = torch.tensor([row["advantage"] for row in group]).double()
-        if name != run.script:
-            advantages = advantages_under(name, cfg, group, mask, run)
-        elif name == "ppo":
-            advantages = stacked(group, "advantages")
+        advantages = advantages_under(name, cfg, group, mask, run)
         seen = look(name, cfg, group, mask, advantages)
         page["sums"][name] = number((seen["w"] * seen["term"]).sum())
         page["notes"][name] = note(name, cfg, group, arrays, run)
@@ -275,36 +272,21 @@ def note(name, cfg, group, arrays, run):
 def about(name, run):
     """The constants of a script's equation."""
     cfg = config_of(name, run)
-    clips = clips_of(cfg)
-    low, high = clips.get("clip_low", clips.get("clip_eps")), clips.get("clip_high")
-    return dict(low=round(1 - low, 6), high=round(1 + (low if high is None else high), 6),
-                beta=getattr(cfg, "beta", 0), gamma=getattr(cfg, "gamma", 1))
-
-
-def usable(group, run):
-    """Can the scripts' functions be called on this group?"""
-    if not all(has_tokens(row) for row in group):
-        return False
-    wanted = ("advantages",) if run.script == "ppo" else ()
-    return all(name in row for row in group for name in wanted)
+    low, *rest = clips_of(cfg).values()
+    high = rest[0] if rest else low
+    return dict(low=round(1 - low, 6), high=round(1 + high, 6), beta=getattr(cfg, "beta", 0), gamma=getattr(cfg, "gamma", 1))
 
 
 def load(path, label):
     """A run with `curves` (JSON) and `samples`, its groups; ValueError says what is wrong."""
-    run = figures.load_run(path, label)
-    run.script, run.path = run.label.lower() if label is None else "", Path(path)
-    try:
-        settings = json.loads((run.path / "config.json").read_text())
-        run.script = Path(settings["script"]).stem
-    except (OSError, ValueError, TypeError, KeyError):
-        print(f"viewer.py: no config.json in {path}: its settings are taken to be the defaults",
-              file=sys.stderr)
-    run.settings = run.settings if isinstance(run.settings, dict) else {}
+    run = figures.load_run(path)
+    run.script, run.path = run.label.lower(), Path(path)  # its script's name, from config.json
     run.label = label or run.path.resolve().name
     rows, bad = read_samples(path)
     if bad:
-        print(f"viewer.py: {path}: {bad} lines of samples.jsonl are not answers, left out",
-              file=sys.stderr)
+        print(f"{path}: {bad} lines of samples.jsonl are not answers, left out", file=sys.stderr)
+    if rows and not run.settings:
+        print(f"{path}: no settings in config.json, so the defaults'", file=sys.stderr)
     run.samples = groups_of(rows)
     return run
 
@@ -332,17 +314,16 @@ def fitting(runs, room):
         for turn, place in enumerate(spread(len(steps))):
             queue += [(k, turn, r, place, group) for k, group in enumerate(steps[place])]
     for k, _, r, place, group in sorted(queue, key=lambda x: x[:4]):
-        whole = usable(group, runs[r])
-        choices = [token_group(group, runs[r])] if whole else []
-        for page in [*choices, text_group(group)]:
-            size = len(as_json(page)) + 1
-            if size <= room:
-                room -= size
-                kept[r].append((place, k, page))
-                counts[0 if page in choices else 1] += 1
-                break
-        else:
-            counts[2] += 1
+        whole = all(has_tokens(row, runs[r].script) for row in group)
+        if whole:  # don't compute what can't fit
+            whole = LEAST_BYTES * sum(len(row["tokens"]) for row in group) <= room
+        pages = [token_group(group, runs[r]) if whole else None, text_group(group)]
+        sizes = [len(as_json(page)) + 1 if page else math.inf for page in pages]
+        choice = 0 if sizes[0] <= room else 1 if sizes[1] <= room else 2
+        counts[choice] += 1
+        if choice < 2:
+            room -= sizes[choice]
+            kept[r].append((place, k, pages[choice]))
     kept = [[page for _, _, page in sorted(pages, key=lambda x: x[:2])] for pages in kept]
     return kept, counts
 
@@ -357,7 +338,7 @@ def run_data(run):
     """What the page needs of a run besides its groups."""
     curves = {name: [number(x) for x in run[name]] for name in PANELS}
     own = run.script if run.script in SCRIPTS else None
-    return dict(label=run.label, folder=str(run.path), script=own,
+    return dict(label=run.label, script=own,
                 steps=[int(x) for x in run["step"]], curves=curves,
                 about={name: about(name, run) for name in SCRIPTS})
 

@@ -45,11 +45,13 @@ HOSTILE = ["</script><img src=x onerror='hacked=1'>", "<script>hacked=1</script>
 def make_batch(cfg):
     """Twelve answers to three questions, scored, on the built-in tokenizer."""
     tokenizer = experiment._tiny_tokenizer()
-    rows = [(experiment.Question(q, "", gold), text) for q, gold, texts in ANSWERS for text in texts]
+    rows = [(experiment.Question(question, "", gold), text)
+            for question, gold, texts in ANSWERS for text in texts]
     ids = [tokenizer(text.removesuffix(".")).input_ids
            + [tokenizer.eos_token_id] * text.endswith(".") for _, text in rows]
     tokens = common.pad_cat([torch.tensor([row]) for row in ids], tokenizer.pad_token_id)
-    mask = (torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]).long()
+    lengths = torch.tensor([len(row) for row in ids])
+    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
     prompt = torch.ones(len(rows), 2, dtype=torch.long)
     cut = torch.tensor([float(not text.endswith(".")) for _, text in rows])
     batch = common.Batch([question for question, _ in rows], [text for _, text in rows], prompt,
@@ -180,31 +182,36 @@ def by_hand(name, row, t, advantage):
 
 
 @every_script
-@pytest.mark.parametrize("other", SCRIPTS)
-def test_every_number_of_every_token(name, other, tmp_path):
+def test_every_number_of_every_token(name, tmp_path):
     """Of the run's own script and of the others, against plain Python."""
     record(tmp_path, name)
     data, _ = page_of(tmp_path)
     groups = viewer.groups_of(samples(tmp_path))
     assert len(groups) == len(data["runs"][0]["groups"]) == 6
-    ratios, clipped = set(), 0
-    for group, page in zip(groups, data["runs"][0]["groups"]):
-        total = 0
-        for row, shown in zip(group, page["rows"]):
-            seen = shown["by"][other]
-            for t in range(len(row["tokens"])):
-                a = at(seen["A"], t)
-                weight, ratio, term, clip = by_hand(other, row, t, a)
-                assert at(seen["w"], t) == pytest.approx(weight, rel=1e-4)
-                assert at(seen["wA"], t) == pytest.approx(weight * a, rel=1e-3, abs=1e-9)
-                assert at(seen["ratio"], t) == pytest.approx(ratio, rel=1e-6)
-                assert at(seen["term"], t) == pytest.approx(term, rel=1e-3, abs=1e-4)
-                total += weight * term
-                assert clip == (t in seen["clip"])
-                ratios.add(ratio)
-                clipped += clip
-        assert page["sums"][other] == pytest.approx(total, rel=1e-3, abs=1e-5)
-    assert len(ratios) > 20 and (clipped > 0 or name == "gspo" != other)
+    for other in SCRIPTS:
+        clips = [check_group(other, group, page)
+                 for group, page in zip(groups, data["runs"][0]["groups"])]
+        assert sum(clips) > 0 or name == "gspo" != other  # so near 1 that only GSPO clips
+
+
+def check_group(other, group, page):
+    """Compare a group under script `other`; how many of its tokens are clipped."""
+    total, clipped, ratios = 0, 0, set()
+    for row, shown in zip(group, page["rows"]):
+        seen = shown["by"][other]
+        for t in range(len(row["tokens"])):
+            a = at(seen["A"], t)
+            weight, ratio, term, clip = by_hand(other, row, t, a)
+            assert at(seen["w"], t) == pytest.approx(weight, rel=1e-4)
+            assert at(seen["wA"], t) == pytest.approx(weight * a, rel=1e-3, abs=1e-9)
+            assert at(seen["ratio"], t) == pytest.approx(ratio, rel=1e-6)
+            assert at(seen["term"], t) == pytest.approx(term, rel=1e-3, abs=1e-4)
+            assert clip == (t in seen["clip"])
+            total, clipped = total + weight * term, clipped + clip
+            ratios.add(ratio)
+    assert page["sums"][other] == pytest.approx(total, rel=1e-3, abs=1e-5)
+    assert len(ratios) > 3  # GSPO has one an answer
+    return clipped
 
 
 @every_script
@@ -353,8 +360,8 @@ def test_a_tokens_own_text():
     tiny = experiment._tiny_tokenizer()
     ids = tiny("5+2 eggs\n#### 7").input_ids + [tiny.eos_token_id]
     assert "".join(experiment.token_texts(tiny, ids)) == "5+2 eggs\n#### 7<eos>"
-    meta = bpe(["▁", "▁a", "a", "1"], pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="never"),
-               decoder=decoders.Metaspace())
+    split = pre_tokenizers.Metaspace(prepend_scheme="never")
+    meta = bpe(["▁", "▁a", "a", "1"], pre_tokenizer=split, decoder=decoders.Metaspace())
     assert experiment.token_texts(meta, [2, 3, 1, 0]) == [" a", "a", " ", "<eos>"]
     byte = bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), decoder=decoders.ByteLevel(),
                pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -378,7 +385,7 @@ def test_model_output_is_text(tmp_path):
     assert groups[0]["rows"][0]["tokens"] == (HOSTILE * 9)[:n]
     assert {text * 3 for text in HOSTILE} <= {
         row["text"] for group in groups for row in group["rows"]}
-    longest = max(len(row["text"]) for group in groups for row in group["rows"])
+    longest = max(len(row["text"] or "") for group in groups for row in group["rows"])
     assert longest < 21_000 and "80000 more characters" in text
 
 

@@ -216,6 +216,7 @@ def pictures(browser, path):
             0) * (new Set(g.rows.map((row) => row.correct)).size > 1);
         const best = [...theRun().groups].sort((a, b) => clips(b) - clips(a))[0];
         go({step: best.step});
+        now.colour = "ratio";
         go({step: best.step, group: groupsNow().indexOf(best)});
         const span = document.querySelector("#answers .clip") ??
             document.querySelector("#answers .token");
