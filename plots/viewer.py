@@ -274,7 +274,8 @@ def about(name, run):
     cfg = config_of(name, run)
     low, *rest = clips_of(cfg).values()
     high = rest[0] if rest else low
-    return dict(low=round(1 - low, 6), high=round(1 + high, 6), beta=getattr(cfg, "beta", 0), gamma=getattr(cfg, "gamma", 1))
+    return dict(low=round(1 - low, 6), high=round(1 + high, 6),
+                beta=getattr(cfg, "beta", 0), gamma=getattr(cfg, "gamma", 1))
 
 
 def load(path, label):

@@ -40,7 +40,7 @@ HOSTILE = ["</script><img src=x onerror='hacked=1'>", "<script>hacked=1</script>
            "\x00\x07\x1b[31m", "\ud800", "&lt;b&gt;", "<!--", "שלום", "]]>\u2028", "${hacked=1}"]
 
 
-# --- recorded groups, made by the scripts' own functions -------------------------------------------
+# --- recorded groups, made by the scripts' own functions -----------------------------------------
 
 def make_batch(cfg):
     """Twelve answers to three questions, scored, on the built-in tokenizer."""
@@ -163,10 +163,10 @@ def at(x, t):
     return x[t] if isinstance(x, list) else x
 
 
-# --- the numbers -------------------------------------------------------------------------------------
+# --- the numbers ---------------------------------------------------------------------------------
 
 def by_hand(name, row, t, advantage):
-    """(weight, ratio, term, is it clipped) of a token, in plain Python."""
+    """(weight, ratio, term, push, is it clipped) of a token, in plain Python."""
     answers, tokens = row["update"]
     length = len(row["tokens"])
     weight = 1 / tokens if name in ("ppo", "dapo") else 1 / answers / length
@@ -174,11 +174,12 @@ def by_hand(name, row, t, advantage):
     ratio = math.exp(sum(gaps) / length if name == "gspo" else gaps[t])
     low, high = LOW_HIGH[name]
     unclipped, near = -advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high)
-    term = max(unclipped, near)
+    term, push = max(unclipped, near), 0.0 if near > unclipped else weight * advantage * ratio
     if name == "grpo" and "ref_logp" in row:
         d = row["ref_logp"][t] - row["logp"][t]
         term += 0.01 * (math.exp(d) - d - 1)  # TINY's beta
-    return weight, ratio, term, near > unclipped
+        push += weight * 0.01 * (math.exp(d) - 1)
+    return weight, ratio, term, push, near > unclipped
 
 
 @every_script
@@ -201,11 +202,12 @@ def check_group(other, group, page):
         seen = shown["by"][other]
         for t in range(len(row["tokens"])):
             a = at(seen["A"], t)
-            weight, ratio, term, clip = by_hand(other, row, t, a)
+            weight, ratio, term, push, clip = by_hand(other, row, t, a)
             assert at(seen["w"], t) == pytest.approx(weight, rel=1e-4)
             assert at(seen["wA"], t) == pytest.approx(weight * a, rel=1e-3, abs=1e-9)
             assert at(seen["ratio"], t) == pytest.approx(ratio, rel=1e-6)
             assert at(seen["term"], t) == pytest.approx(term, rel=1e-3, abs=1e-4)
+            assert at(seen["push"], t) == pytest.approx(push, rel=1e-3, abs=1e-6)
             assert clip == (t in seen["clip"])
             total, clipped = total + weight * term, clipped + clip
             ratios.add(ratio)
@@ -282,7 +284,7 @@ def test_one_answer_a_question_has_no_group(tmp_path):
     assert list(group["rows"][0]["by"]) == ["ppo"] and "no group" in group["notes"]["grpo"]
 
 
-# --- what a run records --------------------------------------------------------------------------------
+# --- what a run records --------------------------------------------------------------------------
 
 def test_whole_groups_with_all_their_tokens(tmp_path):
     """Text, ids and numbers of an answer are as long as its mask; together the texts are it."""
@@ -369,7 +371,7 @@ def test_a_tokens_own_text():
     assert texts[:2] == ["1", " "] and len(texts) == 4  # half a character is none
 
 
-# --- the page --------------------------------------------------------------------------------------------
+# --- the page ------------------------------------------------------------------------------------
 
 def test_model_output_is_text(tmp_path):
     """As a browser reads the page: two scripts, no picture, no handler; the answers unchanged."""
@@ -432,7 +434,12 @@ def test_a_large_run_fits(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
 def test_spread(n):
+    """Every place once; any beginning of it is spread evenly."""
     assert sorted(viewer.spread(n)) == list(range(n))
+    if n >= 7:
+        first = sorted(viewer.spread(n)[:5])
+        gaps = [b - a for a, b in zip(first, first[1:])]
+        assert first[0] == 0 and first[-1] == n - 1 and max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.parametrize("damage", [

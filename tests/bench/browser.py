@@ -203,8 +203,15 @@ def drive(browser, page):
         browser.look(1600, scheme=scheme)
         backs.append(browser.ask("getComputedStyle(document.body).backgroundColor"))
     check("light and dark differ", backs[0] != backs[1])
+    browser.ask("0")  # what is said late has come by now
     complaints = browser.complaints()
     check(f"no console message, no request {complaints}", not complaints)
+    browser.ask("(() => { const code = document.createElement('script'); code.textContent = "
+                "'window.hacked = 1'; const picture = document.createElement('img'); picture.src ="
+                " 'http://127.0.0.1:9/x.png'; document.body.append(code, picture); })()")
+    check("the page's policy stops code and pictures put into it by force", browser.ask(
+        "window.hacked === undefined && document.querySelector('img').naturalWidth === 0")
+        and any("Content Security Policy" in text for text in browser.complaints()))
 
 
 def pictures(browser, path):
