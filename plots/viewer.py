@@ -40,7 +40,7 @@ PANELS = {  # column of metrics.csv: title, unit
     "approx_kl": ("KL of an update", "old to new, nats per token"),
     "clip_frac": ("Clipped", "share of tokens, GSPO: of answers")}
 MOST_BYTES = 3_000_000  # of a page
-LEAST_BYTES = 80  # of a token
+LEAST_BYTES = 120  # of a token in the page
 MOST_TEXT = 20_000  # characters of an answer without tokens, of a question
 DIGITS = dict(ratio=8)  # significant ones, else 5: GSPO clips a ratio at 1.0004
 FIELDS = dict(step=int, question=str, completion=str, reward=float, advantage=float)
