@@ -483,6 +483,7 @@ class Batch:
     correct: torch.Tensor = None  # (N,) float32: 1 right, 0 wrong, NaN without a gold answer
     truncated: torch.Tensor = None  # (N,) float32: 1 where no stop token came
     sampler_logp: torch.Tensor = None  # (N, T) float32, NaN where not recorded
+    ref_logp: torch.Tensor = None  # (N, T) float32, where there is a reference
     group_size: int = 1  # G: so many consecutive rows answer one prompt
 
     def __len__(self):

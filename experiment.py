@@ -38,7 +38,7 @@ from common import fail, rank, say
 # --- command line --------------------------------------------------------------------------------
 
 BUILTIN = ("tiny", "tiny-moe")
-MAY_CHANGE = {"out_dir", "resume", "steps", "save_every", "keep", "wandb"}  # on --resume
+MAY_CHANGE = {"out_dir", "resume", "steps", "save_every", "keep", "samples", "wandb"}  # on --resume
 
 
 def flag(default, help, allowed=""):
@@ -744,6 +744,9 @@ COLUMNS = (
 ).split()
 
 
+SAMPLES_BYTES = 20e6  # of samples.jsonl with tokens; at a step, the share of the run so far
+
+
 class Log:
     """metrics.csv and samples.jsonl, the clock, the progress bar and all that is said of a step.
 
@@ -751,9 +754,10 @@ class Log:
     "last"), and whether any answer was ever "right".
     """
 
-    def __init__(self, folder, kept, model, cfg):
-        self.folder, self.kept, self.model, self.cfg = folder, kept, model, cfg
-        self.laps, self.warned, self.bar = {}, set(), None
+    def __init__(self, folder, kept, sampler, cfg):
+        self.folder, self.kept, self.cfg = folder, kept, cfg
+        self.model, self.tokenizer = sampler.model, sampler.tokenizer
+        self.laps, self.warned, self.bar, self.seen = {}, set(), None, []
 
     def lap(self, column=None):
         """End of a stage: the seconds since the last lap go to `column`."""
@@ -792,6 +796,7 @@ class Log:
         self.kept["last"] = evaluation or self.kept.get("last")
         if evaluation:
             self._show(step, batch, advantages)
+        self.seen = []
 
     def write(self, row):
         """Append a row to metrics.csv; `row` may lack columns."""
@@ -808,21 +813,46 @@ class Log:
                 wandb.init(project=self.cfg.wandb, name=self.folder.name, config=about)
             wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
 
+    def note(self, minibatch, micro, **arrays):
+        """Remember what the update sees of each token, (n, T) or None each, for samples.jsonl."""
+        if self.cfg.samples:
+            kept = {name: x.detach() for name, x in arrays.items() if x is not None}
+            self.seen.append((minibatch, micro, kept))
+
     def _show(self, step, batch, advantages):
-        """Append four of the batch's answers to samples.jsonl and print the first one."""
+        """Print the first answer; append groups to samples.jsonl, a line an answer. Collective.
+
+        They are the batch's last groups: an update sees these when earlier ones have moved the
+        policy. What `note` was given of each token goes with them while there is room for it.
+        """
+        arrays = self._gathered(batch)
         if rank() > 0 or len(batch) == 0:
             return
-        with open(self.folder / "samples.jsonl", "a") as file:
-            for i in range(0, len(batch), max(1, len(batch) // 4)):
-                sample = {
-                    "step": step, "question": batch.questions[i].question,
-                    "gold": batch.questions[i].gold, "completion": batch.texts[i],
-                    "reward": batch.rewards[i].item(), "advantage": advantages[i].item(),
-                }
-                file.write(json.dumps(sample) + "\n")
         answer = " | ".join(batch.texts[0].strip().splitlines())[:300]
         say(f"  question: {batch.questions[0].question}\n  answer:   {answer}\n"
             f"  reward {batch.rewards[0]:.2f}, advantage {advantages[0]:+.2f}")
+        updates = {row: [len(minibatch.rows), minibatch.tokens]
+                   for minibatch, *_ in self.seen for row in minibatch.rows.tolist()}
+        with open(self.folder / "samples.jsonl", "a") as file:
+            for group in pick_groups(batch.rewards, batch.group_size, self.cfg.samples):
+                rows = range(group * batch.group_size, (group + 1) * batch.group_size)
+                plain = [_sample(step, group, batch, row, advantages) for row in rows]
+                tokens = [_tokens(self.tokenizer, batch, row, arrays, updates) for row in rows]
+                lines = [json.dumps(a | b) + "\n" for a, b in zip(plain, tokens)]
+                if file.tell() + sum(map(len, lines)) > SAMPLES_BYTES * step / self.cfg.steps:
+                    lines = [json.dumps(a) + "\n" for a in plain]
+                file.writelines(lines)
+
+    def _gathered(self, batch):
+        """{name: (N, T)} of all that `note` was given, from all ranks; of epochs the last."""
+        whole = {}
+        for _, micro, arrays in self.seen:
+            for name, x in arrays.items():
+                out = whole.setdefault(name, x.new_zeros(batch.mask.shape))
+                kept = torch.where(micro.mask.bool(), x, micro.take(out))  # a dummy changes nothing
+                out[micro.rows, : micro.response_len] = kept
+        whole = {name: common.sum_over_ranks(x) for name, x in whole.items()}
+        return whole if batch.ref_logp is None else whole | {"ref_logp": batch.ref_logp}
 
     def say_accuracy(self, step, name, result):
         """Print what `evaluate` returned, if it did."""
@@ -830,6 +860,47 @@ class Log:
             text = "{eval_accuracy:.3f} [{eval_low:.3f}, {eval_high:.3f}] greedy, " \
                 "{eval_sampled:.3f} sampled, {eval_lenient:.3f} lenient"
             say(f"step {step}: {name} accuracy {text.format(**result)}")
+
+
+def pick_groups(rewards, group_size, count):
+    """Numbers of a batch's last `count` groups, one of unequal rewards among them if there is."""
+    groups = rewards.view(-1, group_size)
+    picked = list(range(len(groups)))[-count:] if count else []
+    mixed = (groups.amax(1) > groups.amin(1)).nonzero()[:, 0].tolist()
+    if picked and mixed and not set(picked) & set(mixed):
+        picked[0] = mixed[-1]
+    return picked
+
+
+def token_texts(tokenizer, ids):
+    """Each token's own text; after a digit, since alone some would lose the space before them."""
+    first = tokenizer("1", add_special_tokens=False).input_ids[-1:]
+    pairs = [first + [token] for token in ids]
+    prefix, *texts = tokenizer.batch_decode([first, *pairs], clean_up_tokenization_spaces=False)
+    return [text.removeprefix(prefix) for text in texts]
+
+
+def _sample(step, group, batch, row, advantages):
+    correct = batch.correct[row].item()
+    return {
+        "step": step, "group": group, "question": batch.questions[row].question,
+        "gold": batch.questions[row].gold, "completion": batch.texts[row],
+        "reward": batch.rewards[row].item(), "advantage": advantages[row].item(),
+        "correct": None if math.isnan(correct) else correct,
+        "truncated": bool(batch.truncated[row]),
+    }
+
+
+def _tokens(tokenizer, batch, row, arrays, updates):
+    """The tokens of an answer and what the update saw of each; `update` counts the answers and the
+    tokens of its optimizer step."""
+    length = int(batch.mask[row].sum())
+    ids = batch.tokens[row, :length].tolist()
+    special = [place for place, token in enumerate(ids) if token in tokenizer.all_special_ids]
+    numbers = {name: [round(value, 6) for value in x[row, :length].tolist()]
+               for name, x in arrays.items()}
+    return {"ids": ids, "tokens": token_texts(tokenizer, ids), "special": special,
+            "update": updates.get(row)} | numbers
 
 
 def means_of(stats):
@@ -926,7 +997,7 @@ def set_up(cfg, file, needs_gold=""):
         with whole_folder(kept) as temporary:
             save_model(sampler, policy, temporary)
     run.start = str(kept) if kept.is_dir() else start
-    return run, Log(run.folder, run.kept, sampler.model, cfg), data, policy, sampler
+    return run, Log(run.folder, run.kept, sampler, cfg), data, policy, sampler
 
 
 def check_fit(policy, data, cfg):

@@ -65,6 +65,7 @@ class Config:
     test_size: int = flag(0, "questions of the test file read once at the end; 0: all", ">= 0")
     save_every: int = flag(50, "steps between checkpoints", ">= 1")
     keep: int = flag(2, "checkpoints kept", ">= 1")
+    samples: int = flag(4, "questions whose answers each evaluation keeps; 0: none", ">= 0")
     wandb: str = flag("", "also log to this Weights & Biases project")
 
     def check(self):
@@ -208,7 +209,7 @@ def train(cfg):
         on_policy = len(cuts) * cfg.epochs == 1
         if not on_policy:
             old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T)
-        ref_logp = None if reference is None else common.whole_logps(
+        batch.ref_logp = None if reference is None else common.whole_logps(
             reference, batch, cuts, cfg.temperature)
         log.lap("t_logp")
         meter = common.Meter()
@@ -219,10 +220,11 @@ def train(cfg):
                 # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
                 logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature)
                 old = logp.detach() if on_policy else micro.take(old_logp)
+                log.note(minibatch, micro, logp=logp, old_logp=old, entropy=entropy)
                 weights = token_weights(micro.mask, total=len(minibatch.rows))
                 loss, stats = policy_loss(
                     logp, old, micro.take(advantages), micro.mask, weights,
-                    cfg.clip_eps, micro.take(ref_logp), cfg.beta,
+                    cfg.clip_eps, micro.take(batch.ref_logp), cfg.beta,
                 )
                 (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
                 meter.add(**stats, entropy=(weights * entropy).sum())

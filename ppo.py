@@ -79,6 +79,7 @@ class Config:
     test_size: int = flag(0, "questions of the test file read once at the end; 0: all", ">= 0")
     save_every: int = flag(50, "steps between checkpoints", ">= 1")
     keep: int = flag(2, "checkpoints kept", ">= 1")
+    samples: int = flag(4, "questions whose answers each evaluation keeps; 0: none", ">= 0")
     wandb: str = flag("", "also log to this Weights & Biases project")
 
     def check(self):
@@ -323,6 +324,12 @@ def train(cfg):
                 wanted = "grad" if cfg.entropy_coef else "value"
                 logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature, wanted)
                 old = micro.take(old_logp)
+                log.note(
+                    minibatch, micro, logp=logp, old_logp=old, entropy=entropy,
+                    ref_logp=micro.take(ref_logp) if reference else None,
+                    values=micro.take(old_values), token_rewards=micro.take(rewards),
+                    advantages=micro.take(advantages),
+                )
                 weights = token_weights(micro.mask, total=minibatch.tokens)
                 loss, stats = policy_loss(
                     logp, old, micro.take(advantages), micro.mask, weights, cfg.clip_eps
