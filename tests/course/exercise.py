@@ -91,7 +91,7 @@ def leave_out_stages(source, hints):
     numbers = [int(lines[i].split()[1]) for i in rulers]
     if not rulers or set(numbers) != set(hints):
         raise SystemExit(f"error: train() has the stages {numbers}, problems.py {sorted(hints)}")
-    last = next(i for i in range(rulers[-1], end) if lines[i].startswith("    run.finish"))
+    last = next(i for i in range(rulers[-1], end) if lines[i].startswith("    experiment.finish"))
     for at, number, after in reversed([*zip(rulers, numbers, [*rulers[1:], last])]):
         gone += lines[at + 1 : after]
         told = comment(hints[number], " " * 8)
@@ -108,7 +108,7 @@ def chosen(algorithms):
 def student_files(algorithms, level):
     """({file name: text}, the lines that are gone) of the handout's scripts."""
     files, gone = {}, []
-    for module in (*algorithms, "common", "rewards"):
+    for module in (*algorithms, "common", "experiment", "rewards"):
         text, lines = (ROOT / f"{module}.py").read_text(), []
         if level == "functions":
             marked = [p for p in PROBLEMS if p.module == module]

@@ -150,8 +150,8 @@ PROBLEMS = [
    it. The first stop token itself counts: that is how stopping is learned.
 3. Never ask about pad: in many models pad is the end token.
 """, "response_mask"),
-    Problem("common", ("_head_logps", "positions"), 10, 30, """
-_head_logps(head, hidden (n, d), targets (n,), temperature, entropy) -> (logp (n,), entropy (n,)):
+    Problem("common", ("head_logps", "positions"), 10, 30, """
+head_logps(head, hidden (n, d), targets (n,), temperature, entropy) -> (logp (n,), entropy (n,)):
 1. Logits from the head, in float32 or wider (bfloat16 is off by 0.045 nat), over temperature.
 2. logp: the log-softmax at the target. F.cross_entropy is minus that.
 3. entropy "off": None. "grad": minus the sum of p log p. "value": the same without a gradient.
@@ -175,7 +175,7 @@ _last_box: the contents of the last \\boxed{...} whose braces balance, or "". Wa
 SAMPLE = """
 - The next P questions: run.next_questions(data.train).
 - Answers to them: rollout(...), with seed=(run.step,), so that any step can be replayed.
-- The clock: run.lap("t_sample") ends a stage.
+- The clock: log.lap("t_sample") ends a stage.
 """
 SCORE = """
 - score(batch) gives rewards and verdicts, (N,) each: keep both on the batch.
@@ -185,23 +185,23 @@ GROUPS = """
 """
 LOG = """
 - A step is done: count it in run.state["step"].
-- Every cfg.eval_every steps (run.due) common.evaluate on data.heldout, else {}.
-- run.log(...): {log}
+- Every cfg.eval_every steps (run.due) experiment.evaluate on data.heldout, else {}.
+- log.add(...): {log}
 - Every cfg.save_every steps run.save(sampler).
 """
 UPDATE = """
-- Cut the batch once (common.cut): old{ref} and new log-probs share it.
+- Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): old{ref} and new log-probs share it.
 - old_logp of the whole batch (common.whole_logps), before anything moves. With a single update per
   rollout it is logp.detach() of the update itself and needs no pass.{more}
-- run.lap("t_logp"), a common.Meter().
+- log.lap("t_logp"), a common.Meter().
 - For each minibatch, cfg.epochs times over, an optimizer step:
     for each of its micros: common.micro_logps; token_weights with the *minibatch's* total
     ({total}); policy_loss of the micro's rows (micro.take);
     backward of loss times common.world() (FSDP averages over ranks, we want the sum);
     meter.add(**stats, entropy=its weighted sum); meter.gap(sampler's and old log-probs).
-    Then the share of the learning rate (common.warmup), common.optimizer_step, and
+    Then the learning rate, lr (linear over cfg.lr_warmup of run.updates), common.optimizer_step, and
     meter.step(grad_norm=...).
-- sampler.refresh(), run.lap("t_update").
+- sampler.refresh(), log.lap("t_update").
 """
 LOG_GROUPS = "batch, advantages, meter, result, sampler, tied_frac=the share of\n  groups whose " \
     "advantages are all 0"
@@ -220,19 +220,19 @@ STAGES = {  # script -> number of the ruled stage -> hints
     keep_group by verdicts, not by rewards (all groups if not cfg.dynamic_sampling);
     remember all that was sampled and, apart, the groups kept (batch.select).
 - Join each list with common.Batch.cat; train on the first `full` answers (head).
-- run.lap("t_sample").
+- log.lap("t_sample").
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
 - Without cfg.token_mean the weights are GRPO's."""),
         5: LOG.replace("{log}", LOG_GROUPS.replace(
             "sampler,", "sampler, all that was sampled,") + ", gen_rounds=the\n  rounds")},
     "ppo": {1: SAMPLE, 2: SCORE, 3: """
-- Cut the batch once (common.cut): all log-probs and values share it.
+- Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): all log-probs and values share it.
 - old_logp, ref_logp (old_logp itself without a reference) and old_values, (N, T) each, with
-  common.whole_logps and common.whole_values.
+  common.whole_logps and common.whole(micro_values, ...).
 - `kl`, a float: the mean over answers of the mean over tokens of old_logp - ref_logp.
 - The scores; with cfg.bootstrap a truncated answer also earns gamma times the value after its last
-  token (common.whole_values with after=True).
-- token_rewards, gae, then whiten the advantages (not the returns). run.lap("t_logp").
+  token (common.whole(micro_values, ...) with after=True).
+- token_rewards, gae, then whiten the advantages (not the returns). log.lap("t_logp").
 """, 4: """
 - A common.Meter(). For each minibatch, cfg.epochs times over, a step of both optimizers:
     for each of its micros: common.micro_logps (entropy "grad" if cfg.entropy_coef, else "value");
@@ -241,7 +241,7 @@ STAGES = {  # script -> number of the ruled stage -> hints
     common.micro_values, value_loss with cfg.value_clip, backward likewise;
     meter.add(**stats, value_loss=..., entropy=...); meter.gap(sampler's, old log-probs, mask).
     Then common.warmup, common.optimizer_step for policy and critic, meter.step(grad_norm=...).
-- sampler.refresh(), run.lap("t_update").
+- sampler.refresh(), log.lap("t_update").
 """, 5: LOG.replace("{log}", """batch, advantages, meter, result, sampler, ref_kl (None without a
   reference), kl_coef, explained_var.
 - With cfg.kl_target the weight adapts: kl_coef grows by min(max(kl / target - 1, -0.2), 0.2)
