@@ -184,7 +184,7 @@ GROUPS = """
 - One number per answer, from group_advantages.
 """
 LOG = """
-- A step is done: count it in run.state["step"].
+- A step is done: count it (run.advance).
 - Every cfg.eval_every steps (run.due) experiment.evaluate on data.heldout, else {}.
 - log.add(...): {log}
 - Every cfg.save_every steps run.save(sampler).
@@ -219,7 +219,7 @@ STAGES = {  # script -> number of the ruled stage -> hints
     with a buffer, add the soft overlong penalty of the lengths;
     keep_group by verdicts, not by rewards (all groups if not cfg.dynamic_sampling);
     remember all that was sampled and, apart, the groups kept (batch.select).
-- Join each list with common.Batch.cat; train on the first `full` answers (head).
+- Join each list with common.Batch.cat; train on the first `full` answers (select).
 - log.lap("t_sample").
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
 - Without cfg.token_mean the weights are GRPO's."""),
@@ -238,14 +238,14 @@ STAGES = {  # script -> number of the ruled stage -> hints
     for each of its micros: common.micro_logps (entropy "grad" if cfg.entropy_coef, else "value");
     token_weights with the minibatch's tokens as total; policy_loss of the micro's rows;
     less cfg.entropy_coef times the weighted entropy; backward of loss times common.world();
-    common.micro_values, value_loss with cfg.value_clip, backward likewise;
+    micro_values, value_loss with cfg.value_clip, backward likewise;
     meter.add(**stats, value_loss=..., entropy=...); meter.gap(sampler's, old log-probs, mask).
     Then common.warmup, common.optimizer_step for policy and critic, meter.step(grad_norm=...).
 - sampler.refresh(), log.lap("t_update").
 """, 5: LOG.replace("{log}", """batch, advantages, meter, result, sampler, ref_kl (None without a
   reference), kl_coef, explained_var.
 - With cfg.kl_target the weight adapts: kl_coef grows by min(max(kl / target - 1, -0.2), 0.2)
-  times answers / cfg.kl_horizon; keep it in run.state["kl_coef"], too.""")},
+  times answers / cfg.kl_horizon; keep it in run.kept["kl_coef"], too.""")},
 }
 
 LOOP_POINTS = {  # stage -> points, and the columns of metrics.csv that show it
