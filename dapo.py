@@ -122,7 +122,8 @@ def token_weights(mask, total=None):
 
 def answer_weights(mask, total):
     """GRPO's weights, for --no_token_mean: every one of `total` answers counts alike. (N, T)."""
-    return mask / mask.sum(1, keepdim=True).clamp(min=1) / total
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    return mask / lengths / total
 
 
 def soft_overlong_penalty(lengths, max_len, buffer_len):

@@ -864,9 +864,9 @@ class Log:
 
 def pick_groups(rewards, group_size, count):
     """Numbers of a batch's last `count` groups, one of unequal rewards among them if there is."""
-    groups = rewards.view(-1, group_size)
-    picked = list(range(len(groups)))[-count:] if count else []
-    mixed = (groups.amax(1) > groups.amin(1)).nonzero()[:, 0].tolist()
+    by_group = rewards.view(-1, group_size)
+    picked = list(range(len(by_group)))[-count:] if count else []
+    mixed = (by_group.amax(1) > by_group.amin(1)).nonzero()[:, 0].tolist()
     if picked and mixed and not set(picked) & set(mixed):
         picked[0] = mixed[-1]
     return picked
