@@ -198,9 +198,10 @@ def test_the_advantage_in_a_sample_is_the_mean_of_its_own_tokens(short, tmp_path
 
     monkeypatch.setattr(ppo, "whiten", note)
     run("ppo", *short("ppo"), "--out_dir", tmp_path / "run")
-    means = [advantages[i, mask[i]].mean().item() for advantages, mask in given[1::2]
-             for i in range(0, len(mask), max(1, len(mask) // 4))]
-    assert [row["advantage"] for row in samples(tmp_path / "run")] == pytest.approx(means)
+    means = {round(advantages[i, mask[i]].mean().item(), 5)
+             for advantages, mask in given for i in range(len(mask))}
+    told = [round(row["advantage"], 5) for row in samples(tmp_path / "run")]
+    assert told and set(told) <= means
 
 
 SOUND = dict(truncated_frac=0.1, tied_frac=0.5, entropy=0.1, ref_kl=0.1, sampler_gap=1e-5,
