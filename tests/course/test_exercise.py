@@ -56,8 +56,8 @@ def handout(tmp_path_factory):
 
 def test_handout_is_complete(handout):
     names = {str(p.relative_to(handout)) for p in handout.rglob("*") if p.is_file()}
-    assert names == {*(f"{m}.py" for m in (*SCRIPTS, "common", "rewards")), "HANDOUT.md", "LICENSE",
-                     "requirements.txt", "tests/cases.json", "tests/test_cases.py",
+    assert names == {*(f"{m}.py" for m in (*SCRIPTS, "common", "experiment", "rewards")), "HANDOUT.md",
+                     "LICENSE", "requirements.txt", "tests/cases.json", "tests/test_cases.py",
                      "tests/worker.py"}
     page = (handout / "HANDOUT.md").read_text()
     assert all(f"-k {problem.name}`" in page for problem in PROBLEMS)
