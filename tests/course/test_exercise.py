@@ -35,7 +35,7 @@ def grade(folder, *arguments):
 def solution(folder, **changes):
     """A copy of the scripts; changes: module -> [(old, new), ...]."""
     folder.mkdir()
-    for module in (*SCRIPTS, "common", "rewards"):
+    for module in (*SCRIPTS, "common", "experiment", "rewards"):
         text = (ROOT / f"{module}.py").read_text()
         for old, new in changes.get(module, []):
             assert text.count(old) >= 1, f"{module}.py has no more: {old}"
