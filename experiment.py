@@ -5,9 +5,11 @@ the cold start, scoring and evaluation, model folders, the run (its folder and s
 numbers and words), and `set_up`, `begin` and `finish`, which the scripts call.
 """
 
+import argparse
 import copy
 import csv
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -47,9 +49,26 @@ def flag(default, help, allowed=""):
     return field(default=default, metadata=metadata | ({"metavar": allowed} if allowed else {}))
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _format_action_invocation(self, action):  # --max_new_tokens, not --max-new-tokens too
+        metavar = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{action.option_strings[0]} {metavar}".strip()
+
+
 class _Parser(HfArgumentParser):
     def error(self, message):
         fail(f"{message}; --help lists the flags")
+
+    def group(self, config_class):
+        """Show the flags of --help under the headings that Config has between its fields."""
+        actions, heading = {action.dest: action for action in self._actions}, None
+        for line in inspect.getsource(config_class).splitlines():
+            if line.startswith("    # "):
+                heading = self.add_argument_group(line.strip(" #"))
+            elif heading and line.strip().partition(":")[0] in actions:
+                action = actions[line.strip().partition(":")[0]]
+                heading._group_actions.append(action)
+                self._optionals._group_actions.remove(action)
 
 
 def parse_args(config_class, tiny, argv=None):
@@ -60,7 +79,11 @@ def parse_args(config_class, tiny, argv=None):
     defaults. Every value is checked against its field's range, then by `Config.check()`, which
     raises ValueError. Any fault ends the program with one line and exit status 2.
     """
-    parser = _Parser(config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]")
+    parser = _Parser(
+        config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]",
+        formatter_class=_Help, description=sys.modules[config_class.__module__].__doc__,
+    )
+    parser.group(config_class)
     peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides the defaults of --help
     peek.add_argument("--model", default=config_class.model)
     model = peek.parse_known_args(argv)[0].model
@@ -302,21 +325,26 @@ def builtin_folder(cfg):
 
     Called before the processes join: the first one to take the lock builds, the others find it.
     """
-    tokenizer = _tiny_tokenizer()
-    config = _tiny_config(cfg.model, tokenizer)
-    data = load_questions(cfg.data, cfg.reward, cfg.eval_size)
-    lessons = cold_start_lessons(encode(tokenizer, data.train, cfg, ""), cfg)
-    pieces = sorted(tokenizer.get_vocab().items())
-    recipe = [config.to_dict(), pieces, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
-    taught = [(lesson.question, lesson.answer) for lesson in lessons]
-    text = repr([recipe, taught, torch.__version__])
+    # The key holds the code, too: the model that a bug in it has made must not outlive the bug.
+    code = [Path(module.__file__).read_text() for module in (common, rewards)]
+    code.append(Path(__file__).read_text())
+    settings = [cfg.model, cfg.data, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
+    made_by = [settings, cfg.eval_size, cfg.max_prompt_len, cfg.micro_tokens, code]
+    if cfg.data != "words":  # those are made by the code
+        made_by.append(load_questions(cfg.data, cfg.reward, cfg.eval_size).train)
+    text = repr([made_by, torch.__version__, transformers.__version__])
     folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             say(f"making the {cfg.model} model and its cold start, once: {folder}")
+            tokenizer = _tiny_tokenizer()
             common.seed_all(cfg.seed, "init")
+            config = _tiny_config(cfg.model, tokenizer)
             model = AutoModelForCausalLM.from_config(config).to(common.device())
+            train = load_questions(cfg.data, cfg.reward, cfg.eval_size).train
+            lessons = cold_start_lessons(encode(tokenizer, train, cfg, ""), cfg)
             cold_start(model, tokenizer, lessons, cfg)
+            check_law(common.Sampler(model, "", tokenizer, cfg))
             with whole_folder(folder) as temporary:
                 model.save_pretrained(temporary)
                 tokenizer.save_pretrained(temporary)
@@ -602,6 +630,7 @@ class Run:
     def __init__(self, cfg, script):
         self.cfg, self.script = cfg, script
         self.optimizers, self.signals = {}, []
+        self.evaluates_only = cfg.steps == 0 and not cfg.out_dir  # leaves nothing behind
         made = self._make_folder() if rank() == 0 else None
         self.folder = Path(common.from_all_ranks(made)[0])
         saves = sorted((self.folder / "checkpoints").glob("step-*"))
@@ -680,6 +709,8 @@ class Run:
     def _make_folder(self):
         """--out_dir, or runs/grpo-1, or the first number that is free."""
         try:
+            if self.evaluates_only:
+                return tempfile.mkdtemp(prefix="nanopo-")  # and gone at the end
             if self.cfg.out_dir:
                 os.makedirs(self.cfg.out_dir, exist_ok=True)
                 return self.cfg.out_dir
@@ -757,7 +788,8 @@ class Log:
     def __init__(self, folder, kept, sampler, cfg):
         self.folder, self.kept, self.cfg = folder, kept, cfg
         self.model, self.tokenizer = sampler.model, sampler.tokenizer
-        self.laps, self.warned, self.bar, self.seen = {}, set(), None, []
+        self.laps, self.bar, self.seen, self.spoke = {}, None, [], 0.0
+        self.sick, self.warned = {}, set()  # message -> steps in a row; what has been said
 
     def lap(self, column=None):
         """End of a stage: the seconds since the last lap go to `column`."""
@@ -784,19 +816,30 @@ class Log:
                 row[name] = None
         self.kept["right"] = before or (row["accuracy"] or 0) > 0
         first_kl = stats.get("approx_kl", [0.0])[0]
-        for message in unhealthy(row, first_kl, self.kept["right"]):
-            if message not in self.warned:
-                self.warned.add(message)
-                say(f"warning: step {step}: {message}")
+        self._warn(step, unhealthy(row, first_kl, self.kept["right"]))
         self.write(row)
         shown = {k: f"{row[k]:.2f}" for k in ("reward", "accuracy") if row[k] is not None}
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
+        if self.bar.disable and time.perf_counter() - self.spoke > 15:  # a Slurm log, a notebook
+            told = ", ".join(f"{name} {value}" for name, value in shown.items())
+            say(f"step {step} of {self.cfg.steps}: {told}, {row['t_total']:.1f} s a step")
+            self.spoke = time.perf_counter()
         self.say_accuracy(step, "held-out", evaluation)
         self.kept["last"] = evaluation or self.kept.get("last")
         if evaluation:
             self._show(step, batch, advantages)
         self.seen = []
+
+    def _warn(self, step, sick):
+        """Say once what has been wrong for as many steps in a row as its patience."""
+        lasted = {}
+        for message, patience in sick:
+            lasted[message] = self.sick.get(message, 0) + 1
+            if lasted[message] >= patience and message not in self.warned:
+                self.warned.add(message)
+                say(f"warning: step {step}: {message}")
+        self.sick = lasted
 
     def write(self, row):
         """Append a row to metrics.csv; `row` may lack columns."""
@@ -830,7 +873,8 @@ class Log:
             return
         answer = " | ".join(batch.texts[0].strip().splitlines())[:300]
         say(f"  question: {batch.questions[0].question}\n  answer:   {answer}\n"
-            f"  reward {batch.rewards[0]:.2f}, advantage {advantages[0]:+.2f}")
+            f"  gold {batch.questions[0].gold}, reward {batch.rewards[0]:.2f}, "
+            f"advantage {advantages[0]:+.2f}")
         updates = {row: [len(minibatch.rows), minibatch.tokens]
                    for minibatch, *_ in self.seen for row in minibatch.rows.tolist()}
         with open(self.folder / "samples.jsonl", "a") as file:
@@ -924,29 +968,31 @@ def describe(batch):
 
 
 def unhealthy(row, first_kl, ever_right):
-    """What is wrong with a step and which flag to change, in plain words: a list of messages.
+    """What is wrong with a step and which flag to change: a list of (message, patience), patience
+    being how many steps in a row it must be so before it means something.
 
     row: a row of metrics.csv; first_kl: `approx_kl` of its first update; ever_right: whether any
     answer of the run was."""
-    never = not ever_right and row["accuracy"] == 0 and row["reward"] <= 0 and row["step"] >= 3
+    never = not ever_right and row["accuracy"] == 0 and row["reward"] <= 0
+    solved = row["accuracy"] is not None and row["accuracy"] > 0.8  # then ties are no sickness
     checks = [
-        (row["truncated_frac"] > 0.5,
-         "most answers are truncated: raise --max_new_tokens"),
-        (row.get("tied_frac") == 1,
-         "every group of this step had equal rewards, so it taught nothing: raise --group_size, "
-         "or --cold_start if nothing is ever right"),
-        (row.get("entropy", 1.0) < 0.005,
+        (row["truncated_frac"] > 0.5, 3, "most answers are truncated: raise --max_new_tokens"),
+        (row.get("tied_frac") == 1 and not solved, 3,
+         "every group had equal rewards, so nothing is learned: raise --group_size, or "
+         "--cold_start if nothing is ever right"),
+        (row.get("pg_loss") is None, 1,
+         "no group was left to train on, all were all right or all wrong: raise --group_size or "
+         "--temperature"),
+        (row.get("entropy", 1.0) < 0.005 and not solved, 3,
          "entropy has collapsed, answers no longer differ: lower --lr or raise --temperature"),
-        (first_kl > 1e-6,
-         "the ratio was not 1 before the first update: give --dtype float32 and report it"),
-        ((row.get("ref_kl") or 0) > 1,
+        (first_kl > 1e-6, 1, "the ratio was not 1 before the first update: report this model"),
+        ((row.get("ref_kl") or 0) > 1, 3,
          "far from the reference: lower --lr or raise the KL weight"),
-        (row.get("sampler_gap", 0.0) > 0.5,
-         "sampler and trainer disagree on log-probs: give --dtype float32"),
-        (never,
-         "no answer was ever right: raise --cold_start, or check --reward and the data"),
+        (row.get("sampler_gap", 0.0) > 0.5, 1,
+         "sampler and trainer disagree on log-probs: it trains another law than it samples"),
+        (never, 3, "no answer was ever right: raise --cold_start, or check --reward and the data"),
     ]
-    return [message for bad, message in checks if bad]
+    return [(message, patience) for bad, patience, message in checks if bad]
 
 
 def peak_memory_gb():
@@ -970,6 +1016,12 @@ def set_up(cfg, file, needs_gold=""):
     `file` is the script's __file__; its stem names the run. needs_gold: see `load_questions`.
     """
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
+    if is_builtin(cfg.model) and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
+        torch.set_num_threads(1)  # more of them only wait for each other at this size
+    if common.device().type == "cpu":
+        # The gradient of indexing adds with atomics in two threads, in whatever order comes.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs, and finds nothing
     for name in ("reward_model", "critic"):
         if getattr(cfg, name, ""):
             find_model(getattr(cfg, name), name)
@@ -1044,8 +1096,11 @@ def check_law(sampler):
 def begin(run, log, sampler, data):
     """Listen to signals, measure where the run starts, show the bar, start the clock."""
     run.listen()
-    say(f"run: {run.folder}; questions: {len(data.train)} to train on, "
-        f"{len(data.heldout)} held out, {len(data.test)} for a test")
+    where = "no run folder (--steps 0)" if run.evaluates_only else f"run: {run.folder}"
+    say(f"{where}; questions: {len(data.train)} to train on, {len(data.heldout)} held out, "
+        f"{len(data.test)} for a test\naccuracy: greedy is the likeliest answer [with its 95 % "
+        "interval], sampled one draw at\nthe training temperature; lenient also counts a last "
+        "number without ####")
     quiet = rank() > 0 or None  # None: no bar off a terminal
     log.bar = tqdm(total=run.cfg.steps, initial=run.step, unit="step", disable=quiet)
     if run.step == 0:
@@ -1067,6 +1122,9 @@ def finish(run, log, sampler, data):
     else:
         test = data.test[: run.cfg.test_size or None]
         log.say_accuracy(run.step, "test", evaluate(sampler, test, run.cfg.seed))
+    if run.evaluates_only and rank() == 0:
+        shutil.rmtree(run.folder)
+    elif not stopped:
         final = run.folder / "final"
         if rank() == 0 and final.exists():
             shutil.rmtree(final)

@@ -5,6 +5,7 @@ A user who mistypes meets no traceback: exit status 2 and one line on stderr, wh
 """
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -651,10 +652,17 @@ def test_help_shows_the_defaults_that_apply(script, model, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         parse(script, "--model", model, "--help")
     assert not stop.value.code
-    shown = " ".join(capsys.readouterr().out.split())
-    cfg = parse(script, "--model", model)
+    doc, _, rest = capsys.readouterr().out.partition("options:")
+    assert script.__doc__.strip() in doc  # it opens with what the script is
+    shown, cfg = " ".join(rest.split()), parse(script, "--model", model)
+    headings = [line.strip(" #") for line in inspect.getsource(script.Config).splitlines()
+                if line.startswith("    # ")]
+    places = [shown.index(f" {heading}: --") for heading in headings]
+    assert len(places) == 6 and places == sorted(places)
     for name, field in flags(script).items():
-        entry = shown.split(f" --{name}", 1)[1]
+        dashed = name.replace("_", "-")
+        assert dashed == name or f" --{dashed} " not in shown, name  # each is named once
+        entry = shown.split(f" --{name} ", 1)[1]
         help, _, rest = entry.partition("(default: ")
         assert field.metadata["help"].replace("%%", "%") in help, name
         default = getattr(cfg, name) if name != "model" else script.Config.model

@@ -16,8 +16,10 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -205,26 +207,35 @@ def test_the_advantage_in_a_sample_is_the_mean_of_its_own_tokens(short, tmp_path
 
 
 SOUND = dict(truncated_frac=0.1, tied_frac=0.5, entropy=0.1, ref_kl=0.1, sampler_gap=1e-5,
-             accuracy=0.0, reward=0.0, step=5)
+             accuracy=0.5, reward=0.5, step=5, pg_loss=0.01)
 
 
 @pytest.mark.parametrize("change, first_kl, right, warning", [
     ({}, 0.0, True, None), (dict(truncated_frac=0.6), 0.0, True, "--max_new_tokens"),
     (dict(tied_frac=1.0), 0.0, True, "--group_size"), (dict(entropy=0.004), 0.0, True, "entropy"),
     ({}, 1e-5, True, "ratio was not 1"), (dict(ref_kl=1.1), 0.0, True, "far from the reference"),
-    (dict(sampler_gap=0.6), 0.0, True, "sampler and trainer"), ({}, 0.0, False, "ever right"),
+    (dict(sampler_gap=0.6), 0.0, True, "sampler and trainer"),
+    (dict(accuracy=0.0, reward=0.0), 0.0, False, "ever right"),
+    (dict(accuracy=0.0, reward=0.0), 0.0, True, None),
+    (dict(pg_loss=None), 0.0, True, "no group was left"),
+    (dict(tied_frac=1.0, accuracy=0.9), 0.0, True, None),  # nearly solved
     (dict(accuracy=None), 0.0, False, None)])
 def test_what_is_unhealthy(change, first_kl, right, warning):
     """A step without any right answer is no alarm once there was one."""
     said = experiment.unhealthy(SOUND | change, first_kl, right)
     assert len(said) == (warning is not None)
-    assert warning is None or warning in said[0]
+    assert warning is None or warning in said[0][0]
 
 
-def test_a_warning_is_said_once(short, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(experiment, "unhealthy", lambda *_: ["it coughs"])
-    run("grpo", *short("grpo"), "--steps", 2, "--out_dir", tmp_path / "run")
-    assert capsys.readouterr().out.count("it coughs") == 1
+@pytest.mark.parametrize("patience, steps, said_at", [
+    (1, "x", [0]), (3, "xx", []), (3, "xxx", [2]), (3, "xx-xx-xx", []), (3, "xxxx-xxx", [2])])
+def test_a_warning_is_said_once_it_has_lasted(patience, steps, said_at, monkeypatch):
+    """One step is chance: it says so after `patience` in a row, and never again."""
+    said, log = [], experiment.Log("", {}, mock.Mock(), None)
+    monkeypatch.setattr(experiment, "say", said.append)
+    for step, now in enumerate(steps):
+        log._warn(step, [("it coughs", patience)] if now == "x" else [])
+    assert said == [f"warning: step {step}: it coughs" for step in said_at]
 
 
 def test_the_commands_at_the_end_can_be_pasted(short, tmp_path, capsys):
@@ -290,8 +301,20 @@ def test_numbered_folders(short, monkeypatch, tmp_path):
     argv[argv.index("data")] = Path("data").resolve()
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        run("grpo", *argv, "--steps", 0)
+        run("grpo", *argv, "--steps", 1)
     assert sorted(os.listdir("runs")) == ["grpo-1", "grpo-2"]
+
+
+def test_no_steps_and_no_folder_leave_nothing(short, monkeypatch, tmp_path, capsys):
+    """What the last lines of a run propose must not add a run without a step to runs/."""
+    argv = short("grpo")
+    argv[argv.index("data")] = Path("data").resolve()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    run("grpo", *argv, "--steps", 0)
+    assert "test accuracy" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["temporary"] and not os.listdir(tmp_path / "temporary")
 
 
 def test_no_steps_only_evaluates(short, guesser, tmp_path, capsys):
@@ -320,6 +343,31 @@ def test_the_cold_start_is_kept_for_the_same_lessons(tmp_path, capsys):
             "--out_dir", tmp_path / f"run{i}")
         made.append("making the tiny model" in capsys.readouterr().out)
     assert made == [True, True, False]
+
+
+def test_a_model_that_a_bug_made_does_not_outlive_the_bug(tmp_path, capsys, monkeypatch):
+    """The cache is keyed by the code that fills it: plant, run, mend, run."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(Path(common.__file__).read_text().replace(".log_softmax(", ".softmax("))
+    made, rows = [], "--cold_start 1 --steps 0 --max_new_tokens 4 --eval_size 4".split()
+    for i, file in enumerate([broken, Path(common.__file__), broken]):
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "__file__", str(file))
+            run("grpo", *rows, "--out_dir", tmp_path / f"run{i}")
+        made.append("making the tiny model" in capsys.readouterr().out)
+    assert made == [True, True, False]
+
+
+def test_a_model_that_fails_the_check_is_not_cached(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "check_law", lambda sampler: common.fail("it is off"))
+    with pytest.raises(SystemExit):
+        run("grpo", *"--cold_start 1 --steps 0 --max_new_tokens 4 --eval_size 4".split(),
+            "--seed", 77, "--out_dir", tmp_path / "run")
+    monkeypatch.undo()
+    cfg = grpo.Config(**grpo.TINY | dict(cold_start=1, seed=77, max_new_tokens=4, eval_size=4))
+    monkeypatch.setattr(experiment, "cold_start", lambda *_: common.fail("made anew"))
+    with pytest.raises(SystemExit):
+        experiment.builtin_folder(cfg)
 
 
 @every_script
