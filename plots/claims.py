@@ -3,7 +3,7 @@
     python plots/claims.py                       the claims
     python plots/claims.py clip-higher           run it, draw plots/claims-clip-higher.png, judge
     python plots/claims.py all [--quick]         finished runs are not run again; quick: no evidence
-    python plots/claims.py --table               the README's table, from plots/claims.json
+    python plots/claims.py --table               the table of plots/README.md, from plots/claims.json
 
 A part of a claim is a number per seed, mostly the difference of two arms on the same seed, and a
 margin. Over seeds we take its mean and 90 % interval (Student's t). *Seen*: the interval lies on
@@ -309,7 +309,7 @@ def text(result):
 
 
 def table(stored):
-    """The README's table, from what `examine` has stored."""
+    """The table in plots/README.md, from what `examine` has stored."""
     lines = ["| Claim | Source | Verdict | Effect ± half the 90 % interval | Picture |",
              "|---|---|---|---|---|"]
     for name, result in stored.items():
@@ -330,7 +330,7 @@ def main(argv=None):
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
     parser.add_argument("--out", type=Path, default="runs/claims", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="one seed, two steps: no evidence")
-    parser.add_argument("--table", action="store_true", help="print the README's table")
+    parser.add_argument("--table", action="store_true", help="print the table of plots/README.md")
     args = parser.parse_args(argv)
     unknown = [name for name in args.names if name not in {*CLAIMS, "all"}]
     if unknown:

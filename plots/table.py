@@ -1,4 +1,4 @@
-"""The results table of the README, from runs' metrics.csv: a row per label, seeds as a range.
+"""The results table of plots/README.md, from runs' metrics.csv: a row per label, seeds as a range.
 
     python plots/table.py runs/*
 

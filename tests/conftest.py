@@ -4,6 +4,7 @@
     pytest --impl DIR                       the scripts in DIR (a student's folder, a mutant)
     pytest tests/test_ppo.py -k gae         one function
     pytest --hidden-seed 7                  other random inputs
+    pytest -m slow                          what takes minutes, and nothing else
 """
 
 import sys
@@ -31,6 +32,14 @@ def pytest_configure(config):
     if not folder.is_dir():
         raise pytest.UsageError(f"--impl {folder}: no such folder")
     sys.path.insert(0, str(folder))
+    config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for: -m slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("markexpr"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tests: the README's links point at the lines that they speak of.
+"""Tests: the READMEs' links point at the lines that they speak of.
 
 A link into a script carries the code it means as its title: [text](grpo.py#L93 "groups.std(").
 After an edit, `python tests/test_readme.py` moves the numbers to where the code is now.
@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PAGES = (README, ROOT / "plots" / "README.md")
 COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) ?\b(ppo|grpo|dapo|gspo)\.py((?:\\\n|[^`\n#])*)")
-LINK = re.compile(r'\]\(([\w/]+\.py)#L(\d+) "([^"]+)"\)')
+LINK = re.compile(r'\]\(((?:\.\./)?)([\w/]+\.py)#L(\d+) "([^"]+)"\)')
 
 
 def line_of(file, code):
@@ -28,12 +29,13 @@ def line_of(file, code):
 
 def relinked(text):
     """README text with every line number set anew."""
-    return LINK.sub(lambda m: f'](' f'{m[1]}#L{line_of(m[1], m[3])} "{m[3]}")', text)
+    return LINK.sub(lambda m: f']({m[1]}{m[2]}#L{line_of(m[2], m[4])} "{m[4]}")', text)
 
 
-@pytest.mark.parametrize("link", LINK.findall(README.read_text()), ids=lambda link: link[2][:40])
+@pytest.mark.parametrize("link", [link for page in PAGES for link in LINK.findall(page.read_text())],
+                         ids=lambda link: link[3][:40])
 def test_a_link_points_at_its_code(link):
-    file, number, code = link
+    _, file, number, code = link
     assert code in (ROOT / file).read_text().splitlines()[int(number) - 1]
 
 
@@ -48,10 +50,15 @@ def test_every_cell_of_the_difference_table_is_a_link():
 
 def test_files_and_pictures_exist():
     """Nothing that the README shows or names is missing."""
-    text = README.read_text()
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
-    for path in pictures + re.findall(r"\]\(((?:\w+/)+[\w.]+)\)", text):
-        assert (ROOT / path).exists(), path
+    for page in PAGES:
+        text = page.read_text()
+        pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+        for path in pictures + re.findall(r"\]\(((?:[\w.]+/)*[\w.-]+)(?:#[\w-]+)?\)", text):
+            assert (page.parent / path).exists(), path
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 200
 
 
 def test_flags_exist():
@@ -59,13 +66,14 @@ def test_flags_exist():
     known = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("plots/*.py"),
                                            *ROOT.glob("tests/**/*.py")])
     theirs = {"nproc_per_node", "nnodes", "rdzv_endpoint"}
-    for flag in set(re.findall(r"--([a-z_]+)", README.read_text())) - theirs:
+    named = re.findall(r"--([a-z_]+)", "".join(page.read_text() for page in PAGES))
+    for flag in set(named) - theirs:
         name = flag.removeprefix("no_")
         assert re.search(rf"\b{name}: |--{flag}\b|\"--{flag}", known), f"--{flag}"
 
 
 @pytest.mark.parametrize("command", [
-    command for page in (README, ROOT / "tests/course/README.md")
+    command for page in (*PAGES, ROOT / "tests/course/README.md")
     for command in COMMAND.findall(page.read_text())], ids=" ".join)
 def test_commands_are_taken(command, tmp_path, monkeypatch):
     """Every command line of a script that a README shows is one that it accepts."""
@@ -78,4 +86,5 @@ def test_commands_are_taken(command, tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
-    README.write_text(relinked(README.read_text()))
+    for page in PAGES:
+        page.write_text(relinked(page.read_text()))
