@@ -59,8 +59,10 @@ class _Parser(HfArgumentParser):
     def error(self, message):
         fail(f"{message}; --help lists the flags")
 
-    def group(self, config_class):
-        """Show the flags of --help under the headings that Config has between its fields."""
+    def format_help(self):
+        """The script's docstring, then its flags under the headings that Config gives them."""
+        (config_class,) = self.dataclass_types
+        self.description = sys.modules[config_class.__module__].__doc__
         actions, heading = {action.dest: action for action in self._actions}, None
         for line in inspect.getsource(config_class).splitlines():
             if line.startswith("    # "):
@@ -69,6 +71,7 @@ class _Parser(HfArgumentParser):
                 action = actions[line.strip().partition(":")[0]]
                 heading._group_actions.append(action)
                 self._optionals._group_actions.remove(action)
+        return super().format_help()
 
 
 def parse_args(config_class, tiny, argv=None):
@@ -81,9 +84,8 @@ def parse_args(config_class, tiny, argv=None):
     """
     parser = _Parser(
         config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]",
-        formatter_class=_Help, description=sys.modules[config_class.__module__].__doc__,
+        formatter_class=_Help,
     )
-    parser.group(config_class)
     peek = _Parser(allow_abbrev=False, add_help=False)  # --model decides the defaults of --help
     peek.add_argument("--model", default=config_class.model)
     model = peek.parse_known_args(argv)[0].model

@@ -21,12 +21,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-SCRIPTS = ("grpo", "dapo", "gspo", "ppo", "common", "rewards")
-FAST = [f"test_{name}.py" for name in (*SCRIPTS, "steps", "sampling")]
+SCRIPTS = ("grpo", "dapo", "gspo", "ppo", "common", "experiment", "rewards")
+FAST = [f"test_{name}.py" for name in ("grpo", "dapo", "gspo", "ppo", "common", "rewards",
+                                       "steps", "sampling")]
 
 STEPS = "test_steps.py"
 UNCHANGED = "nothing changed"
-TRAIN = "        batch = rollout(sampler, questions, cfg, seed=(run.step,))\n"
+TRAIN = ("        batch = rollout(sampler, questions, cfg.group_size, "
+         "seed=(cfg.seed, run.step))\n")
 
 # name, file, old text, new text, the tests that should notice (default: the file's own)
 MUTANTS = [
@@ -68,7 +70,7 @@ MUTANTS = [
      STEPS),
     ("advantages of other rows", "grpo", "micro.take(advantages)",
      "micro.take(advantages.flip(0))", STEPS),
-    ("every step samples alike", "grpo", TRAIN, TRAIN.replace("(run.step,)", "(0,)"), STEPS),
+    ("every step samples alike", "grpo", TRAIN, TRAIN.replace("run.step", "0"), STEPS),
     ("clip on the wrong side", "dapo", "1 - clip_low, 1 + clip_high",
      "1 - clip_high, 1 + clip_low"),
     ("symmetric clip", "dapo", "clip_low=0.2, clip_high=0.28", "clip_low=0.2, clip_high=0.2"),
@@ -129,7 +131,7 @@ MUTANTS = [
      "test_common.py -k positions"),
     ("log-probs read one place off", "common", "[:, width - 1 : -1]  # the state",
      "[:, width:]  # the state", "test_common.py -k token_logps"),
-    ("values read on the token", "common", "end = out.logits.shape[1] - (not after)",
+    ("values read on the token", "ppo", "end = out.logits.shape[1] - (not after)",
      "end = out.logits.shape[1]", "test_common.py -k values_are_read"),
     ("gradient not reduced", "common", "by_length[r :: world()]", "by_length[r :: world() + 1]",
      "test_common.py -k summed_over_ranks"),
@@ -142,27 +144,24 @@ MUTANTS = [
     ("top_k left on", "common", "top_k=None if greedy else 0,", "top_k=None if greedy else 50,",
      "test_sampling.py -k first_tokens"),
     ("samples without the temperature", "common",
-     "temperature=None if greedy else self.cfg.temperature", "temperature=None if greedy else 1.0",
+     "temperature=None if greedy else self.temperature", "temperature=None if greedy else 1.0",
      "test_sampling.py -k first_tokens"),
     ("cut means as long as the limit", "common",
      "return (~torch.isin(tokens, stops).any(1)).float()",
      "return (~torch.isin(tokens[:, :-1], stops).any(1)).float()",
      "test_sampling.py -k truncated"),
-    ("each epoch in the same order", "common", 'random.Random(f"{seed} {epoch}")',
+    ("each epoch in the same order", "experiment", 'random.Random(f"{seed} {epoch}")',
      'random.Random(f"{seed}")', "test_common.py -k epoch"),
-    ("resume re-seeded", "common",
-     'self.state = json.loads((self.checkpoint / "state.json").read_text())',
-     'self.state = json.loads((self.checkpoint / "state.json").read_text()) | {"cursor": 0}',
+    ("resume re-seeded", "experiment", 'self.kept.pop("cursor")', '0 * self.kept.pop("cursor")',
      f"{STEPS} -k resume"),
-    ("resume without the optimizer", "common",
-     "        if self.checkpoint:\n            with safe_open",
-     "        if False:\n            with safe_open",
-     f"{STEPS} -k resume"),
-    ("the first marker counts", "rewards", 'text.rpartition("####")[2]',
-     'text.partition("####")[2]'),
+    ("resume without the optimizer", "experiment",
+     "        if self.checkpoint:\n            load_optimizer",
+     "        if False:\n            load_optimizer", f"{STEPS} -k resume"),
+    ("the first marker counts", "rewards", 'text.rpartition("####")',
+     'text.partition("####")'),
     ("reads on into the next question", "rewards",
-     "    text = NEXT_QUESTION.split(text, 1)[0]\n    answer",
-     "    text = text\n    answer"),
+     "    text = NEXT_QUESTION.split(text, 1)[0]\n    _, marker",
+     "    _, marker"),
     ("the sign dropped", "rewards", 'return -size if sign == "-" else size', "return size"),
     ("the last number pays", "rewards", "extract_answer(completion, lenient)\n",
      "extract_answer(completion, True)\n"),
