@@ -729,9 +729,9 @@ def response_states(model, input_ids, attention_mask, response_len, groups):
 # --- optimizer and meter -------------------------------------------------------------------------
 
 
-def make_optimizer(model, lr):
+def make_optimizer(model, lr, beta2=0.999):
     """AdamW without weight decay: only the reward moves the weights."""
-    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.999), weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, beta2), weight_decay=0.0)
 
 
 def optimizer_step(model, optimizer, lr, max_grad_norm):

@@ -421,7 +421,9 @@ def cold_start(model, tokenizer, lessons, cfg):
     """Supervised steps on `lessons`: token-mean cross-entropy, 20 steps of warm-up, then linear
     to a tenth of the learning rate. Without some right answers there is nothing to reinforce."""
     top = cfg.cold_start_lr or 20 * cfg.lr
-    optimizer = common.make_optimizer(model, top)
+    # beta2 0.99: with 0.999 the second moment still remembers the first steps at the end, and the
+    # arithmetic is half learned, on some processors more and on some less.
+    optimizer = common.make_optimizer(model, top, beta2=0.99)
     end, pad, quiet = turn_end(tokenizer), tokenizer.pad_token_id, rank() > 0 or None
     for step in tqdm(range(cfg.cold_start), "cold start", unit="step", disable=quiet, leave=False):
         rows = lessons[step * COLD_BATCH :][:COLD_BATCH]

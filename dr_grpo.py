@@ -1,0 +1,257 @@
+"""Dr. GRPO: GRPO Done Right (Understanding R1-Zero-Like Training, arXiv 2503.20783), in one file.
+
+GRPO without its two divisions: by the group's std, which favours questions that are nearly always
+or nearly never answered, and by |o_i|, which makes long wrong answers cheap. No KL in the paper.
+
+    A_i  = R_i - mean_G R                                      one advantage for all its tokens
+    r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
+    loss = 1/N sum_i 1/C sum_t max(-A_i r_it, -A_i clip(r_it, 1 - eps, 1 + eps))   C: longest answer
+
+    python dr_grpo.py                                             a laptop: no download, 2 minutes
+    python dr_grpo.py --model Qwen2.5-0.5B                        one GPU, on GSM8K
+    torchrun --nproc_per_node 8 dr_grpo.py --model Qwen2.5-7B --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import common
+import experiment
+from experiment import flag
+
+
+@dataclass
+class Config:
+    """Every field is a flag. Defaults: the algorithm's constants from its paper, the workload of a
+    7B run on GSM8K (article 000 in plots/README.md). TINY below overrides them for the tiny model."""
+
+    # what is trained, and on what
+    model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
+    data: str = flag("gsm8k", "words (built in), gsm8k, a .jsonl file or a folder of them")
+    out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
+    seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
+    resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
+    # rollout
+    steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
+    prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
+    group_size: int = flag(8, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
+    max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
+    max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
+    temperature: float = flag(1.0, "softmax temperature of sampling and every log-prob", ">= 0.01")
+    rollout_batch: int = flag(128, "answers generated at once: bounds the KV cache", ">= 1")
+    # reward
+    reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
+    reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")
+    # the algorithm
+    clip_eps: float = flag(0.2, "clip range of the ratio, 1 - eps to 1 + eps", "> 0, < 1")
+    beta: float = flag(0.0, "weight of the KL to the reference; none in the paper", ">= 0")
+    # optimization
+    lr: float = flag(1e-6, "learning rate, constant after warm-up", "> 0")
+    lr_warmup: int = flag(0, "optimizer steps of linear warm-up", ">= 0")
+    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0 never clips", ">= 0")
+    minibatches: int = flag(4, "optimizer steps per pass over a rollout (papers: 1 to 16)", ">= 1")
+    epochs: int = flag(1, "passes over each rollout", ">= 1")
+    micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
+    cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
+        "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")
+    gradient_checkpointing: bool = flag(False, "less memory, a third more time")
+    # evaluation and files
+    eval_every: int = flag(10, "steps between evaluations on held-out questions", ">= 1")
+    eval_size: int = flag(256, "held-out questions", ">= 1")
+    test_size: int = flag(0, "questions of the test file read once at the end; 0: all", ">= 0")
+    save_every: int = flag(50, "steps between checkpoints", ">= 1")
+    keep: int = flag(2, "checkpoints kept", ">= 1")
+    samples: int = flag(4, "questions whose answers each evaluation keeps; 0: none", ">= 0")
+    wandb: str = flag("", "also log to this Weights & Biases project")
+
+    def check(self):
+        """Combinations that no single range can refuse. ValueError: one line for the user."""
+
+
+TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
+    data="words", steps=80, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
+<<<<<<< /tmp/tmpc14n60_z/dr_grpo.py
+    rollout_batch=512, lr=3e-4, cold_start=450, save_every=20,
+=======
+    rollout_batch=512, lr=3e-4, cold_start=600, save_every=20,
+    beta=0.01,
+>>>>>>> /tmp/tmpc14n60_z/grpo.py now
+)
+
+
+# --- the algorithm -------------------------------------------------------------------------------
+
+
+def group_advantages(rewards, group_size):
+    """How much better each answer is than its own group (Dr. GRPO, section 3.2).
+
+    rewards: (N,), groups in consecutive rows. Returns (N,) = R - mean, without a std; exactly 0 in
+    a group of equal rewards. ValueError if `group_size` < 2 or does not divide N.
+    """
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"group_size {group_size}: must be at least 2 and divide {len(rewards)}")
+    if not len(rewards):
+        return rewards
+    groups = rewards.view(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    tied = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(tied, 0.0).view(-1)
+
+
+def token_weights(mask, total=None):
+    """How much each token counts: 1 / sum_i |o_i|, the same in short and long answers.
+
+    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
+    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
+    micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    """
+    mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
+    return mask / max(mask.sum() if total is None else total, 1)
+
+
+def kl_k3(logp, ref_logp):
+    """KL(pi_theta || pi_ref) per token, estimated from its own samples (DeepSeekMath, eq. 4).
+
+    (N, T) each: e^d - d - 1 with d = ref_logp - logp, never negative; unbiased in value, while its
+    gradient is the *forward* KL's. By expm1: in float32, exp(d) - d - 1 is -6e-8 at d = 1e-6.
+    """
+    d = ref_logp - logp
+    return torch.expm1(d) - d
+
+
+def policy_loss(
+    logp, old_logp, advantages, mask, weights, clip_eps=0.2, ref_logp=None, beta=0.0,
+    scale=1.0
+):
+    """The clipped objective with the KL inside the mean (DeepSeekMath, eq. 3), to be minimised.
+
+    logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be anything,
+    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
+    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
+    of old || new, per token).
+    With ref_logp (N, T) `beta` times the KL is added, and noted as `ref_kl`.
+    `scale` makes 1/C of the mean over tokens: sum_i |o_i| / (N C) of the whole step.
+    """
+    mask = mask.bool()
+    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()  # (N, T)
+    unclipped = -advantages[:, None] * ratio
+    clipped = -advantages[:, None] * ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    # PPO's minimum: -min(x, y) = max(-x, -y), the more pessimistic of the two
+    loss = (weights * torch.maximum(unclipped, clipped)).sum()
+    stats = {
+        "pg_loss": loss.detach(),
+        "clip_frac": (weights * (clipped > unclipped)).sum(),
+        "approx_kl": (weights * (torch.expm1(log_ratio) - log_ratio)).sum().detach(),
+    }
+    if ref_logp is not None:
+        kl = kl_k3(logp.masked_fill(~mask, 0.0), ref_logp.masked_fill(~mask, 0.0))
+        stats["ref_kl"] = (weights * kl).sum().detach()
+        loss = loss + beta * (weights * kl).sum()
+    return loss * scale, stats
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def rollout(sampler, questions, group_size, seed):
+    """G answers to each of P questions. Every rank samples its share, then all hold all of them.
+
+    Returns a `common.Batch` of P * G rows, answers of one question consecutive, not yet scored.
+    """
+    common.seed_all(*seed, common.rank())  # each rank draws its own answers
+    questions = common.my_share(questions)
+    prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
+    tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
+    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
+    batch = common.Batch(
+        questions=[q for q in questions for _ in range(group_size)],
+        texts=sampler.decode(tokens, mask),
+        prompt_ids=prompt_ids.repeat_interleave(group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(group_size, 0),
+        tokens=tokens,
+        mask=mask,
+        truncated=sampler.truncated(tokens),
+        sampler_logp=sampler_logp,
+        group_size=group_size,
+    )
+    return common.gather(batch, sampler.pad)
+
+
+def train(cfg):
+    """The whole run: sample, score, advantage, update, log; again."""
+    run, log, data, policy, sampler = experiment.set_up(cfg, __file__)
+    reference = common.load_frozen(run.start, cfg.dtype) if cfg.beta > 0 else None
+    optimizer = run.optimizer(policy, cfg.lr)
+    score = experiment.Scorer(cfg)
+    experiment.begin(run, log, sampler, data)
+
+    while run.step < cfg.steps and not run.stopping():
+        # 1 sample: G answers to each of P questions ----------------------------------------------
+        questions = run.next_questions(data.train)
+        batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step))
+        log.lap("t_sample")
+
+        # 2 score ---------------------------------------------------------------------------------
+        batch.rewards, batch.correct = score(batch)  # (N,) each
+
+        # 3 advantage: how much better than its own group -----------------------------------------
+        advantages = group_advantages(batch.rewards, cfg.group_size)  # (N,)
+
+        # 4 update: pi_old is fixed, pi_theta moves -----------------------------------------------
+        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   minibatch  some of them: one optimizer step
+        #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
+        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
+        old_logp = None  # with one update in all pi_old is pi_theta: no pass of its own
+        on_policy = len(cuts) * cfg.epochs == 1
+        if not on_policy:
+            old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T)
+        batch.ref_logp = None if reference is None else common.whole_logps(
+            reference, batch, cuts, cfg.temperature)
+        log.lap("t_logp")
+        meter = common.Meter()
+        for minibatch in cuts * cfg.epochs:
+            for micro in minibatch.micros:  # this rank's share of the rows
+                # logits = policy(prompt and answer).logits, each one place before its token
+                # log_probs = log_softmax(logits / temperature)         over the vocabulary
+                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
+                logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature)
+                old = logp.detach() if on_policy else micro.take(old_logp)
+                log.note(minibatch, micro, logp=logp, old_logp=old, entropy=entropy)
+                weights = token_weights(micro.mask, total=minibatch.tokens)
+                # the mean over tokens times this is 1/N sum_i 1/C sum_t; statistics stay means
+                scale = minibatch.tokens / len(minibatch.rows) / cfg.max_new_tokens
+                loss, stats = policy_loss(
+                    logp, old, micro.take(advantages), micro.mask, weights,
+                    cfg.clip_eps, micro.take(batch.ref_logp), cfg.beta, scale,
+                )
+                (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
+                meter.add(**stats, entropy=(weights * entropy).sum())
+                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
+                meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
+            lr = cfg.lr * min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # warm-up
+            norm = common.optimizer_step(policy, optimizer, lr, cfg.max_grad_norm)
+            meter.step(grad_norm=norm, lr=lr)
+            run.updates += 1
+        sampler.refresh()
+        log.lap("t_update")
+
+        # 5 log, evaluate, save -------------------------------------------------------------------
+        run.advance()
+        due = run.due(cfg.eval_every)
+        evaluation = experiment.evaluate(sampler, data.heldout, cfg.seed) if due else {}
+        tied = (advantages.view(-1, cfg.group_size) == 0).all(1).float().mean().item()
+        log.add(run.step, batch, advantages, meter, evaluation, tied_frac=tied)
+        if run.due(cfg.save_every):
+            run.save(sampler)
+    experiment.finish(run, log, sampler, data)
+
+
+if __name__ == "__main__":
+    train(experiment.parse_args(Config, TINY))
