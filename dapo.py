@@ -28,7 +28,7 @@ from experiment import flag
 @dataclass
 class Config:
     """Every field is a flag. Defaults: the algorithm's constants from its paper, the workload of a
-    7B run on GSM8K (article 000 in plots/README.md). TINY below overrides them for the tiny model."""
+    7B run on GSM8K (article 000, plots/README.md). TINY below overrides them for the tiny model."""
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
