@@ -1,9 +1,10 @@
 """What the articles and papers say, run and seen: each claim is a command.
 
     python plots/claims.py                       the claims
-    python plots/claims.py clip-higher           run it, draw plots/claims-clip-higher.png, judge
+    python plots/claims.py clip-higher           run it, draw it in runs/claims, judge
     python plots/claims.py all [--quick]         finished runs are not run again; quick: no evidence
-    python plots/claims.py --table               the table of plots/README.md, from plots/claims.json
+    python plots/claims.py all --update          the pictures and plots/claims.json anew
+    python plots/claims.py --table               the table of plots/README.md, from claims.json
 
 A part of a claim is a number per seed, mostly the difference of two arms on the same seed, and a
 margin. Over seeds we take its mean and 90 % interval (Student's t). *Seen*: the interval lies on
@@ -260,8 +261,8 @@ def judge(claim, evidence):
     return dict(verdict=worst, parts=parts)
 
 
-def examine(name, seeds, quick, out):
-    """Run a claim's arms, draw them, print and (unless quick) store the verdict."""
+def examine(name, seeds, quick, out, update):
+    """Run a claim's arms, draw them, print the verdict; `update`: into the repository's results."""
     claim, evidence, steps = CLAIMS[name], [], QUICK["steps"] if quick else CLAIMS[name].steps
     print(f"{name}: {claim.statement} ({claim.source})", flush=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -269,10 +270,10 @@ def examine(name, seeds, quick, out):
         evidence.append({label: load_arm(label, arm, seed, steps, quick, out)
                          for label, arm in claim.arms.items()})
     result = judge(claim, evidence) | dict(seeds=seeds, steps=steps)
-    picture = (out if quick else RESULTS.parent) / f"claims-{name}.png"
+    picture = (RESULTS.parent if update else out) / f"claims-{name}.png"
     draw(claim, evidence, picture)
     print(text(result) + f"\n  picture: {picture}", flush=True)
-    if not quick:
+    if update:
         stored = stored_results() | {name: result}
         ordered = {key: stored[key] for key in CLAIMS if key in stored}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
@@ -317,7 +318,7 @@ def table(stored):
         effects = "<br>".join(f"{part['label']}: {effect(part)} ({part['verdict']})"
                               for part in result["parts"]).replace("|", "\\|")
         lines.append(f"| {claim.statement} | {claim.source} | **{result['verdict']}** | {effects} "
-                     f"| [{name}](plots/claims-{name}.png) |")
+                     f"| [{name}](claims-{name}.png) |")
     return "\n".join(lines)
 
 
@@ -331,12 +332,16 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default="runs/claims", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="one seed, two steps: no evidence")
     parser.add_argument("--table", action="store_true", help="print the table of plots/README.md")
+    parser.add_argument("--update", action="store_true",
+                        help="overwrite plots/claims.json and the repository's pictures")
     args = parser.parse_args(argv)
     unknown = [name for name in args.names if name not in {*CLAIMS, "all"}]
     if unknown:
         parser.error(f"no claim {unknown[0]}; the claims are {', '.join(CLAIMS)}")
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: must be at least 1")
+    if args.update and args.quick:
+        parser.error("--quick is no evidence, so nothing to --update with")
     if args.table:
         return print(table(stored_results()))
     names = list(CLAIMS) if "all" in args.names else args.names
@@ -344,7 +349,7 @@ def main(argv=None):
         print("\n".join(f"{k:17} {c.statement} [{c.source}]" for k, c in CLAIMS.items()))
     out = args.out.resolve() / "quick" if args.quick else args.out.resolve()
     for name in names:
-        examine(name, 1 if args.quick else args.seeds, args.quick, out)
+        examine(name, 1 if args.quick else args.seeds, args.quick, out, args.update)
 
 
 if __name__ == "__main__":

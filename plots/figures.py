@@ -85,7 +85,13 @@ def load_runs(arguments):
     if holders and len(holders) < len(named):
         print(f"left out, a folder of runs: {', '.join(holders)}", file=sys.stderr)
         named = [run for run in named if run[2] not in holders]
-    return [load_run(path, label) for label, _, path in named]
+    runs = [load_run(path, label) for label, _, path in named]
+    trained = [run for run in runs if run.settings.get("steps") != 0]
+    if not trained:
+        raise ValueError("only evaluated (--steps 0), nothing to draw")
+    if len(trained) < len(runs):
+        print(f"left out, evaluated only (--steps 0): {len(runs) - len(trained)}", file=sys.stderr)
+    return trained
 
 
 def group_runs(runs):

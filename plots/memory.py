@@ -1,6 +1,6 @@
 """Does a run fit? GB per GPU by part and stage, and disk, from a model's shape: no weights load.
 
-    python plots/memory.py --script grpo --model Qwen2.5-7B --gpus 4 --gb 80
+    python plots/memory.py --script dapo --model Qwen2.5-1.5B --gpus 1 --gb 80
     python plots/memory.py --table                        the table of plots/README.md
 
 Takes every flag of the script, so it plans with the defaults of a run. An upper bound: all prompts
@@ -223,7 +223,7 @@ def config(script, argv):
 
 
 def table():
-    """The markdown table of plots/README.md: GB per GPU, struck out where it doesn't fit; GB on disk."""
+    """The table of plots/README.md: GB per GPU, struck out where it doesn't fit; GB on disk."""
     machines = [(1, 24), (1, 80), (4, 80), (8, 80)]
     lines = ["| | model | " + " | ".join(f"{n}×{gb} GB" for n, gb in machines) + " | checkpoint |",
              "|---|---|" + "---:|" * (len(machines) + 1)]
@@ -246,7 +246,7 @@ def main(argv=None):
     parser.add_argument("--script", choices=("ppo", "grpo", "dapo", "gspo"), default="grpo")
     parser.add_argument("--gpus", type=int, default=1, help="one process each")
     parser.add_argument("--gb", type=float, default=80, help="memory of a GPU, GB")
-    parser.add_argument("--table", action="store_true", help="the table of plots/README.md, nothing else")
+    parser.add_argument("--table", action="store_true", help="of plots/README.md, nothing else")
     own, flags = parser.parse_known_args(argv)
     if not (0 < own.gpus and 0 < own.gb < inf):
         common.fail(f"--gpus {own.gpus} --gb {own.gb}: must be numbers > 0")

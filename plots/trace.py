@@ -189,6 +189,8 @@ def trace_ppo(module, cfg):
 def main(argv=None):
     """Trace the script that is named; a mistake is one line and exit status 2."""
     argv = argv or sys.argv[1:]
+    if argv in (["--help"], ["-h"]):
+        return print(__doc__.strip())
     if argv not in [["grpo"], ["dapo"], ["gspo"], ["ppo"]]:
         common.fail(f"trace.py {' '.join(argv)}: name one of grpo, dapo, gspo, ppo")
     module = importlib.import_module(argv[0])

@@ -149,3 +149,16 @@ def test_quick_form_runs(name, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "verdict: UNDECIDED" in done.stdout and done.stdout.count("undecided") >= 1
     assert (tmp_path / "quick" / f"claims-{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("update", (False, True))
+def test_the_repositorys_results_are_written_only_when_asked_for(update, tmp_path, monkeypatch):
+    home = tmp_path / "plots"
+    home.mkdir()
+    monkeypatch.setattr(claims, "RESULTS", home / "claims.json")
+    monkeypatch.setattr(claims, "load_arm", lambda *_: None)
+    monkeypatch.setattr(claims, "judge", lambda *_: dict(verdict="seen", parts=[]))
+    monkeypatch.setattr(claims, "draw", lambda claim, evidence, file: file.write_text("picture"))
+    claims.main(["cold-start", "--out", str(tmp_path / "runs"), *["--update"] * update])
+    assert sorted(p.name for p in home.iterdir()) == (
+        ["claims-cold-start.png", "claims.json"] if update else [])

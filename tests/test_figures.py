@@ -198,6 +198,16 @@ def test_a_folder_of_runs_among_runs_is_left_out(tmp_path, capsys):
         figures.load_runs([str(tmp_path / "claims")])
 
 
+def test_a_run_that_only_evaluated_is_left_out(seeds, tmp_path, capsys):
+    """It would be a third seed that never learns."""
+    write_run(tmp_path / "idle", settings={"steps": 0}, eval_accuracy=[0.1], t_total=[None])
+    runs = figures.load_runs([str(tmp_path / "grpo-0"), str(tmp_path / "idle")])
+    assert len(runs) == 1 and runs[0].settings["seed"] == 0
+    assert "--steps 0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="only evaluated"):
+        figures.load_runs([str(tmp_path / "idle")])
+
+
 def test_a_mistake_in_the_table_is_one_line_too(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         table.main([str(tmp_path / "nowhere")])

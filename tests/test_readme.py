@@ -32,8 +32,9 @@ def relinked(text):
     return LINK.sub(lambda m: f']({m[1]}{m[2]}#L{line_of(m[2], m[4])} "{m[4]}")', text)
 
 
-@pytest.mark.parametrize("link", [link for page in PAGES for link in LINK.findall(page.read_text())],
-                         ids=lambda link: link[3][:40])
+@pytest.mark.parametrize(
+    "link", [link for page in PAGES for link in LINK.findall(page.read_text())],
+    ids=lambda link: link[3][:40])
 def test_a_link_points_at_its_code(link):
     _, file, number, code = link
     assert code in (ROOT / file).read_text().splitlines()[int(number) - 1]

@@ -97,6 +97,11 @@ def test_ppo_values_and_advantages(capsys):
     assert loss == pytest.approx(stated(text, "value_loss"), abs=1e-4)
 
 
+def test_help(capsys):
+    trace.main(["--help"])
+    assert "python plots/trace.py grpo" in capsys.readouterr().out
+
+
 def test_unknown_name_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         trace.main(["sarsa"])
