@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -33,7 +32,9 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    PreTrainedConfig,
 )
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 huggingface_hub.utils.logging.set_verbosity_error()
 transformers.utils.logging.set_verbosity_error()
@@ -169,7 +170,7 @@ def seed_all(*numbers):
 
 
 def from_pretrained(auto_class, path, dtype=None, **changes):
-    """`auto_class.from_pretrained(path)`: safetensors only, no remote code, no dropout.
+    """`auto_class.from_pretrained(path)`: safetensors only, no remote code, nothing random.
 
     Dropout would make the ratio differ from 1 before the first update (GPT-2's 0.1: up to 245).
     dtype None: of master weights. `changes` are to the config. Stops with one line on any fault.
@@ -178,9 +179,15 @@ def from_pretrained(auto_class, path, dtype=None, **changes):
         if auto_class is AutoTokenizer:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model = _load_model(auto_class, path, dtype, changes)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a foreign folder can make transformers raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        hint = "give a folder that holds it" if Path(path).is_dir() else (
+        kinds = {"Unrecognized config": "not a decoder-only language model; name one",
+                 "size": "its weights and its config.json are of two models; copy it again",
+                 "quant": "its weights are quantised; give the folder they were made from",
+                 "lacks": "copy all of its safetensors files there"}
+        hint = next((text for word, text in kinds.items() if word in str(error)),
+                    "give a folder that holds it")
+        hint = hint if Path(path).is_dir() else (
             "no such model, or the hub is out of reach; offline, download it elsewhere and "
             "give --model FOLDER (or --model tiny, which needs nothing)"
         )
@@ -193,9 +200,7 @@ def from_pretrained(auto_class, path, dtype=None, **changes):
 
 def _load_model(auto_class, path, dtype, changes):
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    _make_plain(config)
     came_in = str(config.dtype or torch.float32).removeprefix("torch.")
     config.loaded_dtype = getattr(config, "loaded_dtype", came_in)  # our checkpoints' own
     # When sharded, keep the checkpoint's dtype: each layer becomes float32 on its own (see shard).
@@ -209,6 +214,17 @@ def _load_model(auto_class, path, dtype, changes):
     if missing:  # transformers makes up random ones and goes on
         raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
     return model
+
+
+def _make_plain(config):
+    """Set dropout and router noise to 0 and extra outputs to off, in nested configs, too."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _make_plain(value)
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)
+        elif name in ("output_router_logits", "_output_attentions", "output_hidden_states"):
+            setattr(config, name, False)
 
 
 def load_tokenizer(path):
@@ -374,7 +390,8 @@ class Sampler:
         """One prefill per prompt, then chunks of tokens; rows that have finished leave. `watch`:
         logits processors of the first chunk."""
         cache = DynamicCache(config=self.model.config)
-        if ids.shape[1] > 1:  # the prompt runs once, and its keys and values serve G answers
+        one_go = not repeatable(cache)  # then each row runs its own prompt, and none leaves
+        if ids.shape[1] > 1 and not one_go:  # the prompt runs once, and its keys and values serve G answers
             # All but its last token: generate() feeds that one itself, to get the first logits.
             self.model.base_model(
                 input_ids=ids[:, :-1], attention_mask=mask[:, :-1],
@@ -385,7 +402,8 @@ class Sampler:
         tokens = ids.new_full((len(ids), self.max_new_tokens), self.pad)
         alive, done = torch.arange(len(ids), device=ids.device), 0  # rows still going, columns done
         while len(alive) and done < self.max_new_tokens:
-            config = self.config(min(CHUNK, self.max_new_tokens - done), greedy)
+            left = self.max_new_tokens - done
+            config = self.config(left if one_go else min(CHUNK, left), greedy)
             try:
                 new = self.model.generate(
                     ids, attention_mask=mask, cache=cache, generation_config=config,
@@ -399,6 +417,8 @@ class Sampler:
             tokens[alive, done : done + new.shape[1]] = new
             done += new.shape[1]
             ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+            if one_go:
+                break
             # A row that has ended would go on costing a forward pass a token until the last one
             # ends. To take rows out copies the cache, so not at every token: each CHUNK of them.
             going = self.truncated(new).nonzero()[:, 0]
@@ -430,6 +450,11 @@ class _Recorder:
             seen = torch.cat(self.logps, 1)
             out[: len(seen), : seen.shape[1]] = seen
         return out
+
+
+def repeatable(cache):
+    """Whether a prompt's cache can be repeated and rows taken out: not linear attention's state."""
+    return not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in cache.layers)
 
 
 def response_mask(tokens, stop_ids):
@@ -704,14 +729,16 @@ def response_states(model, input_ids, attention_mask, response_len, groups):
     """(N, response_len, hidden): the last hidden states, each one place before what it predicts."""
     place, width = positions(attention_mask), input_ids.shape[1] - response_len
     body, ids, mask = model.base_model, input_ids, attention_mask
+    cache = None if groups is None else DynamicCache(config=model.config)
     # Gradient checkpointing runs layers a second time, which would append to the cache again.
-    if groups is None or (model.training and model.is_activation_checkpointing):
+    twice = cache and model.training and model.is_activation_checkpointing
+    if cache is None or twice or not repeatable(cache):
         out = body(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)
         return out.last_hidden_state[:, width - 1 : -1]  # the state before a token predicts it
     numbers, group = groups.unique(return_inverse=True)
     one = torch.empty_like(numbers)  # a row of each group
     one[group] = torch.arange(len(group), device=group.device)
-    cache, prompt = DynamicCache(config=model.config), (one, slice(width))
+    prompt = (one, slice(width))
     last = body(  # of a prompt: the state that predicts the first token of each answer
         input_ids=ids[prompt], attention_mask=mask[prompt], position_ids=place[prompt],
         cache=cache, use_cache=True,

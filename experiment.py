@@ -31,7 +31,13 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParser
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    HfArgumentParser,
+)
 
 import common
 import rewards
@@ -528,21 +534,27 @@ def wilson(right, n, z=1.96):
 @torch.no_grad()
 def expert_entropy(model, batch):
     """How evenly the experts are used: entropy of the share of tokens per expert over its maximum,
-    in [0, 1], mean over layers, on the batch's first rows; None for a model without experts."""
-    if not hasattr(model.config, "num_experts_per_tok"):
-        return None
+    in [0, 1], mean over layers, on the batch's first rows; None where no layer shows its choice."""
     first = common.micro_of(batch, torch.arange(min(8, len(batch)), device=batch.tokens.device))
     ids, mask = common.micro_input(batch, first)
-    out = model(
-        input_ids=ids, attention_mask=mask, position_ids=common.positions(mask), use_cache=False,
-        output_router_logits=True,
-    )
     real, evenness = mask.reshape(-1).bool(), []
-    for logits in out.router_logits:  # one (n * L, experts) per layer
-        chosen = logits[real].topk(model.config.num_experts_per_tok, -1).indices
-        share = torch.bincount(chosen.reshape(-1), minlength=logits.shape[-1]) / chosen.numel()
-        evenness.append(torch.special.entr(share).sum() / math.log(logits.shape[-1]))
-    return torch.stack(evenness).mean().item()
+
+    def count(experts, args, kwargs):  # what the router chose, not the largest of its logits
+        for chosen in [*args, *kwargs.values()]:
+            if torch.is_tensor(chosen) and chosen.dtype == torch.int64 and len(chosen) == len(real):
+                n = experts.num_experts
+                share = torch.bincount(chosen[real].flatten(), minlength=n) / chosen[real].numel()
+                evenness.append(torch.special.entr(share).sum() / math.log(n))
+
+    hooks = [module.register_forward_pre_hook(count, with_kwargs=True)
+             for name, module in model.named_modules()
+             if name.endswith(".experts") and getattr(module, "num_experts", 1) > 1]
+    if hooks:
+        model(input_ids=ids, attention_mask=mask, position_ids=common.positions(mask),
+              use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(evenness).mean().item() if evenness else None
 
 
 # --- model folders -------------------------------------------------------------------------------
@@ -1040,11 +1052,15 @@ def set_up(cfg, file, needs_gold=""):
     data.train = encode(tokenizer, data.train, cfg, "train questions")
     data.heldout = encode(tokenizer, data.heldout, cfg, "heldout questions")
     data.test = encode(tokenizer, data.test, cfg, "test questions")
-    run = Run(cfg, Path(file).stem)
-    policy = common.load_policy(run.checkpoint or start, cfg.dtype, cfg.gradient_checkpointing)
-    check_fit(policy, data, cfg)
-    sampler = common.Sampler(policy, run.checkpoint or start, tokenizer, cfg)
+    saves = sorted(Path(cfg.out_dir).glob("checkpoints/step-*")) if cfg.resume else []
+    newest = saves[-1] if saves else start
+    policy = common.load_policy(newest, cfg.dtype, cfg.gradient_checkpointing)
+    sampler = common.Sampler(policy, newest, tokenizer, cfg)
+    check_fit(sampler, data, cfg)
     check_law(sampler)
+    if hasattr(cfg, "critic"):
+        check_critic(find_model(cfg.critic, "critic") if cfg.critic else start)
+    run = Run(cfg, Path(file).stem)  # from here on files are written
     kept = run.folder / "start"
     if cfg.cold_start and not run.checkpoint and not kept.is_dir():
         if cfg.model not in BUILTIN:
@@ -1056,45 +1072,170 @@ def set_up(cfg, file, needs_gold=""):
     return run, Log(run.folder, run.kept, sampler, cfg), data, policy, sampler
 
 
-def check_fit(policy, data, cfg):
+def check_fit(sampler, data, cfg):
     """Stop unless the model has a row for every token and, if it counts them, the positions."""
     prompts = [row.prompt_ids for row in [*data.train, *data.heldout, *data.test]]
-    rows = len(policy.get_input_embeddings().weight)
-    if max(map(max, prompts)) >= rows:
-        fail(f"--model {cfg.model}: its tokenizer has more tokens than the model's "
-             f"{rows} embedding rows; they belong to two models")
-    limit, longest = getattr(policy.config, "max_position_embeddings", None), max(map(len, prompts))
-    if limit and longest + cfg.max_new_tokens > limit:
+    model = sampler.model
+    rows = len(model.get_input_embeddings().weight)
+    if max(*map(max, prompts), sampler.pad, *sampler.stop_ids) >= rows:
+        fail(f"--model {cfg.model}: its tokenizer has more tokens (its pad and end token among "
+             f"them) than the model's {rows} embedding rows; they belong to two models")
+    text, longest = model.config.get_text_config(), max(map(len, prompts))
+    limit = getattr(text, "max_position_embeddings", None) or 0
+    if 0 < limit < longest + cfg.max_new_tokens:
         fail(f"--max_new_tokens {cfg.max_new_tokens} after prompts of up to {longest} tokens: "
              f"{cfg.model} has {limit} positions; lower it or --max_prompt_len")
+    limit = changing_rope(text)
+    if limit is not None and longest + cfg.max_new_tokens > limit:
+        fail(f"--max_new_tokens {cfg.max_new_tokens} after prompts of up to {longest} tokens: "
+             f"beyond {limit} the rope of {cfg.model} changes with the longest row of a batch; "
+             "lower it or --max_prompt_len")
+
+
+def check_critic(path):
+    """Stop unless transformers has a model with a head at every token for this folder."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        fail(f"--critic: transformers has no token-classification class for {config.model_type}, "
+             "so no critic can be made of it: give --critic a model of another family with the "
+             "same tokenizer, or use grpo.py, which needs none")
+
+
+def changing_rope(config):
+    """The length in tokens beyond which the rope depends on the batch (dynamic, longrope), the
+    smallest of all layers'; None: it never does."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for part in [rope, *rope.values()]:  # one for all layers, or one for each kind of layer
+        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope"):
+            here = config.max_position_embeddings
+            limits.append(part.get("original_max_position_embeddings") or here)
+    return min(limits, default=None)
 
 
 @torch.no_grad()
 def check_law(sampler):
-    """Stop unless the model samples from softmax(logits / T) and its parts make its logits."""
-    model, name = sampler.model, sampler.name
-    ids = torch.tensor([[sampler.stop_ids[0]] * 3], device=common.device())
-    training = model.training
+    """Stop unless all short cuts give what the plain model gives, row by row, and it samples from
+    softmax(logits / T): left padding, one prompt for several answers, rows that leave, train mode.
+    """
+    model, training, tokens = sampler.model, sampler.model.training, sampler.max_new_tokens
+    common.seed_all("check")
+    sampler.max_new_tokens = min(tokens, common.CHUNK + 2)
+    try:
+        fault = _law_fault(sampler, model)
+    except Exception as error:  # whatever a foreign architecture raises, here rather than later
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        fault = f"a {type(model).__name__} can't be run as these scripts run models [{reason}]"
+    if fault:
+        fail(f"--model {sampler.name}: {fault}")
+    model.train(training)
+    sampler.max_new_tokens = tokens
+
+
+def _law_fault(sampler, model):
+    """What is wrong, in words, or None."""
+    prompts = _check_rows(sampler, [3, 7])
+    answers = _check_rows(sampler, [5, 3, 4, 5])
+    left = common.padded([p for p in prompts for _ in range(2)], sampler.pad)
+    right = common.padded(answers, sampler.pad, left=False)
+    ids, mask = torch.cat([left[0], right[0]], 1), torch.cat([left[1], right[1]], 1)
+    groups, cells = torch.tensor([0, 0, 1, 1], device=ids.device), right[1].bool()
     model.eval()
-    logits = model(input_ids=ids).logits
-    if not torch.isfinite(logits).all():
-        fail(f"--model {name}: its logits are not finite; are its weights damaged?")
+    want, size, finite = _plain_logps(model, ids, mask, cells)
+    if not finite:
+        return "its logits are not finite; are its weights damaged?"
+    tolerance = 1e-3
+    if model.dtype != torch.float32:
+        tolerance = max(0.2, 2 * torch.finfo(model.dtype).eps * size)
+
+    def off(got, want):
+        gap = (got - want).abs()
+        # In 16 bits the mean: an expert that is chosen by a hair may be another one.
+        return not (gap.max() if model.dtype == torch.float32 else gap.mean()) <= tolerance
+
+    def logps(ids, mask, cells, groups=None):
+        return common.token_logps(model, ids, mask, cells.shape[1], 1.0, "off", groups)[0][cells]
+
+    row = ids[3:], mask[3:], cells[3:]  # has no padding
+    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if capped or off(logps(*row), want[-5:]):
+        return ("its logits are not its output head's alone (soft-capped or scaled, like "
+                "Gemma-2's, or transformed), which these scripts don't support; name another model")
+    if off(logps(ids, mask, cells), want):
+        return (f"padding on the left changes the log-probs of a {type(model).__name__}, which "
+                "takes no position_ids or no mask; name another model")
+    shared = logps(ids, mask, cells, groups)
+    if off(shared, want) or off(_leaving_logps(model, ids, mask, cells), want):
+        return (f"a {type(model).__name__} gives other log-probs when answers share the cache of "
+                "a prompt; name another model")
+    model.train()
+    if off(logps(ids, mask, cells), want) or off(logps(ids, mask, cells, groups), want):
+        return (f"a {type(model).__name__} gives other log-probs in train mode, so something in "
+                "it is random: look for noise in its config.json, or name another model")
+    model.eval()
     config = sampler.config(2)
     config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
-    common.seed_all("check")
-    ones = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=ones, generation_config=config)
+    out = model.generate(left[0], attention_mask=left[1], generation_config=config)
     for scores, raw in zip(out.scores, out.logits):
         if not torch.allclose(scores, raw / sampler.temperature):
-            fail(f"--model {name}: generate() changes the logits before sampling")
-    logp, _ = common.token_logps(model, ids, ones, 2, entropy="off")
-    expected = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    rounding = 1e-4 if logits.dtype == torch.float32 else 0.2
-    capped = getattr(model.config, "final_logit_softcapping", None)
-    if capped or not torch.allclose(logp, expected, atol=rounding):
-        fail(f"--model {name}: its logits are more than its output head's "
-             "(soft-capped or scaled, like Gemma-2's), which these scripts don't support")
-    model.train(training)
+            return "generate() changes the logits before sampling"
+    one = left[0][::2], left[1][::2]
+    tokens, seen = sampler.generate(*one, group_size=2, record=4)
+    cells = common.response_mask(tokens, sampler.stop_ids).bool() & ~seen.isnan()
+    ids, mask = torch.cat([left[0], tokens], 1), torch.cat([left[1], cells.long()], 1)
+    want, *_ = _plain_logps(model, ids, mask, cells, sampler.temperature)
+    if cells.any() and off(seen[cells], want):
+        return f"a {type(model).__name__} does not sample from the law of its forward pass"
+    return None
+
+
+def _check_rows(sampler, lengths):
+    """Token ids of random rows, ordinary tokens only: an image's would want an image."""
+    known = range(min(len(sampler.tokenizer), len(sampler.model.get_input_embeddings().weight)))
+    banned = {*sampler.tokenizer.added_tokens_decoder, *sampler.stop_ids, sampler.pad}
+    words = [i for i in known if i not in banned] or [sampler.stop_ids[0]]
+    return [[words[i] for i in torch.randint(len(words), (n,)).tolist()] for n in lengths]
+
+
+def _plain_logps(model, ids, mask, cells, temperature=1.0):
+    """(log-probs of the answers' tokens (cells.sum(),), the largest logit, whether all are finite):
+    the plain forward pass, each row alone, without padding."""
+    logps, size, finite = [], 0.0, True
+    for row, real, answer in zip(ids, mask.bool(), cells):
+        row, length = row[real], int(answer.sum())
+        logits = model(input_ids=row[None], use_cache=False).logits[0].float()
+        size, finite = max(size, logits.abs().max().item()), finite and logits.isfinite().all()
+        start = len(row) - length
+        law = (logits[start - 1 : -1] / temperature).log_softmax(-1)
+        logps.append(law.gather(1, row[start:, None])[:, 0])
+    return torch.cat(logps), size, finite
+
+
+def _leaving_logps(model, ids, mask, cells):
+    """Log-probs as `Sampler` makes them: a prompt once, its cache repeated, a row leaves after two
+    tokens. Of the row that leaves the rest is as if it had stayed."""
+    width, place = ids.shape[1] - cells.shape[1], common.positions(mask)
+    cache = common.DynamicCache(config=model.config)
+    plain, _ = common.token_logps(model, ids, mask, cells.shape[1], 1.0, "off")
+    if not common.repeatable(cache):
+        return plain[cells]
+
+    def states(rows, columns):
+        return model.base_model(
+            input_ids=ids[rows, columns], attention_mask=mask[rows, : columns.stop],
+            position_ids=place[rows, columns], cache=cache, use_cache=True,
+        ).last_hidden_state
+
+    every, stay = slice(None), torch.tensor([0, 2, 3], device=ids.device)
+    states(slice(None, None, 2), slice(0, width - 1))
+    cache.batch_repeat_interleave(2)
+    states(every, slice(width - 1, width + 2))
+    cache.batch_select_indices(stay)
+    rest = states(stay, slice(width + 2, ids.shape[1]))[:, :-1].flatten(0, 1)
+    logp, _ = common.head_logps(
+        model.get_output_embeddings(), rest, ids[stay, width + 3 :].flatten(), 1.0, "off")
+    plain[stay, 3:] = logp.view(len(stay), -1)
+    return plain[cells]
 
 
 def begin(run, log, sampler, data):

@@ -711,16 +711,24 @@ def test_critic_of_another_tokenizer_is_refused(folder, capsys):
 
 # --- experts -------------------------------------------------------------------------------------
 
+class Experts(torch.nn.Module):
+    num_experts = 4
+
+    def forward(self, hidden, chosen, weights):
+        return hidden
+
+
 class Router(torch.nn.Module):
-    """A model of one layer of four experts that gives the token its expert of that number."""
+    """A model of one layer of four experts that gives the token its expert of that number, and
+    the ones after it."""
 
     def __init__(self, chosen=1):
         super().__init__()
-        self.config = SimpleNamespace(num_experts_per_tok=chosen)
+        self.experts, self.chosen = torch.nn.ModuleDict({"experts": Experts()}), chosen
 
     def forward(self, input_ids, **inputs):
-        near = -(input_ids.reshape(-1, 1) - torch.arange(4)).abs().float()
-        return SimpleNamespace(router_logits=[near])
+        chosen = (input_ids.reshape(-1, 1) + torch.arange(self.chosen)) % 4
+        self.experts["experts"](input_ids.float(), chosen, torch.ones(chosen.shape))
 
 
 @pytest.mark.parametrize("tokens, chosen, expected", [
