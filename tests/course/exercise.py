@@ -4,6 +4,7 @@
     python tests/course/exercise.py make OUT --algorithms grpo --level loop
     python tests/course/exercise.py grade DIR        points per problem
     python tests/course/exercise.py grade DIR --skip-training --json report.json --junit report.xml
+    python tests/course/exercise.py grade submissions/* --untrusted --jobs 2 --csv grades.csv
 
 What is left out, with hints and points, is the table in problems.py; README.md has the rest.
 """
@@ -11,6 +12,7 @@ What is left out, with hints and points, is the table in problems.py; README.md 
 import argparse
 import ast
 import csv
+import hashlib
 import io
 import json
 import math
@@ -18,24 +20,26 @@ import os
 import random
 import re
 import secrets
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from xml.etree import ElementTree
+
+from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from problems import (LEARN, LEARN_POINTS, LOOP_POINTS, PROBLEMS, SCRIPTS,  # noqa: E402
-                      STAGES)
+from problems import (LEARN, LEARN_POINTS, LEARN_SECONDS, LOOP_POINTS, PROBLEMS,  # noqa: E402
+                      SCRIPTS, STAGES)
+from sandbox import Sandbox, protection  # noqa: E402
 
 # --- leaving out ---------------------------------------------------------------------------------
 
@@ -68,7 +72,18 @@ def comment(hints, indent):
     return [f"{indent}# {line}" for line in lines]
 
 
-def leave_out_functions(source, problems):
+def some(hints, level):
+    """All hints, the first line of each step alone (few), or nothing (none)."""
+    if level == "none":
+        return ""
+    lines = hints.strip("\n").splitlines()
+    if level == "few":
+        lines = [line.split(". ")[0] + ". " + line.split(". ")[1] if line[:1].isdigit() else line
+                 for line in lines if not re.match(r" {2,}\S", line)][::2]
+    return "\n".join(lines)
+
+
+def leave_out_functions(source, problems, hints="all"):
     """(source with hints for bodies, the lines that are gone)."""
     lines, gone = source.splitlines(), []
     marked = {name: problem for problem in problems for name in problem.functions}
@@ -76,14 +91,14 @@ def leave_out_functions(source, problems):
         if name in marked:
             problem = marked[name]
             first = name == problem.functions[0]
-            hints = problem.hints if first else f"See {problem.functions[0]}."
+            told = some(problem.hints, hints) if first else f"See {problem.functions[0]}."
             gone += lines[start - 1 : end]
             lines[start - 1 : end] = [
-                *comment(hints, "    "), f'    raise NotImplementedError("{problem.name}")']
+                *comment(told, "    "), f'    raise NotImplementedError("{problem.name}")']
     return "\n".join(lines) + "\n", gone
 
 
-def leave_out_stages(source, hints):
+def leave_out_stages(source, hints, level="all"):
     """(source with hints for the ruled stages of `train`, the lines that are gone)."""
     lines, gone = source.splitlines(), []
     _, start, end = functions_of(source)["train"]
@@ -94,7 +109,7 @@ def leave_out_stages(source, hints):
     last = next(i for i in range(rulers[-1], end) if lines[i].startswith("    experiment.finish"))
     for at, number, after in reversed([*zip(rulers, numbers, [*rulers[1:], last])]):
         gone += lines[at + 1 : after]
-        told = comment(hints[number], " " * 8)
+        told = comment(some(hints[number], level), " " * 8)
         if at == rulers[0]:
             told.append(' ' * 8 + 'raise NotImplementedError("train")')
         lines[at + 1 : after] = told if after == last else [*told, ""]
@@ -102,19 +117,24 @@ def leave_out_stages(source, hints):
 
 
 def chosen(algorithms):
-    return [p for p in PROBLEMS if p.module in (*algorithms, "common", "rewards")]
+    shared = ("common", "rewards") if "shared" in algorithms else ()
+    return [p for p in PROBLEMS if p.module in (*algorithms, *shared)]
 
 
-def student_files(algorithms, level):
+def scripts_of(algorithms):
+    return [a for a in algorithms if a in SCRIPTS]
+
+
+def student_files(algorithms, level, hints="all"):
     """({file name: text}, the lines that are gone) of the handout's scripts."""
     files, gone = {}, []
-    for module in (*algorithms, "common", "experiment", "rewards"):
+    for module in (*scripts_of(algorithms), "common", "experiment", "rewards"):
         text, lines = (ROOT / f"{module}.py").read_text(), []
         if level == "functions":
-            marked = [p for p in PROBLEMS if p.module == module]
-            text, lines = leave_out_functions(text, marked)
+            marked = [p for p in chosen(algorithms) if p.module == module]
+            text, lines = leave_out_functions(text, marked, hints)
         elif module in STAGES:
-            text, lines = leave_out_stages(text, STAGES[module])
+            text, lines = leave_out_stages(text, STAGES[module], hints)
         files[f"{module}.py"] = text
         gone += lines
     return files, gone
@@ -123,11 +143,11 @@ def student_files(algorithms, level):
 # --- make ----------------------------------------------------------------------------------------
 
 
-def run_tests(plugin, modules, seed=0):
+def run_tests(plugin, modules, seed=0, more=()):
     """The house's tests of these modules, in this process, under a plugin. Nothing is printed."""
     import pytest
 
-    files = [str(TESTS / f"test_{module}.py") for module in modules]
+    files = [*(str(TESTS / f"test_{module}.py") for module in modules), *map(str, more)]
     options = ["-q", "--tb=native", "-p", "no:cacheprovider", "-c", os.devnull,
                "--rootdir", str(TESTS), "--hidden-seed", str(seed)]
     with redirect_stdout(io.StringIO()) as printed:
@@ -137,11 +157,11 @@ def run_tests(plugin, modules, seed=0):
     return code
 
 
-def make(out, algorithms, level):
+def make(out, algorithms, level, hints="all"):
     """Write the student's folder."""
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"error: {out} is not empty; name a new folder")
-    files, gone = student_files(algorithms, level)
+    files, gone = student_files(algorithms, level, hints)
     for name in ("requirements.txt", "LICENSE"):
         files[name] = (ROOT / name).read_text()
     files["HANDOUT.md"] = handout(algorithms, level)
@@ -149,7 +169,8 @@ def make(out, algorithms, level):
         from standin import Recorder
 
         recorder = Recorder(chosen(algorithms))
-        if run_tests(recorder, [*algorithms, "common", "rewards"]):
+        modules = sorted({p.module for p in chosen(algorithms)})
+        if run_tests(recorder, modules, seed=1, more=[HERE / "drawn.py"]):
             raise SystemExit("error: the solution fails its own tests; run pytest")
         files["tests/cases.json"] = "[\n" + ",\n".join(map(json.dumps, recorder.cases)) + "\n]\n"
         files["tests/test_cases.py"] = (HERE / "handout_cases.py").read_text()
@@ -183,53 +204,53 @@ def handout(algorithms, level):
     else:
         rows = [(f"{s}.train", f"`{s}.py`: the stages of `train`",
                  sum(points for points, _ in LOOP_POINTS.values()),
-                 f"`python {s}.py --steps 3 --prompts_per_step 4`", 180) for s in algorithms]
+                 f"`python {s}.py --steps 3 --prompts_per_step 4`", 180) for s in scripts_of(algorithms)]
     rows += [(f"{s}.learns", f"`{s}.py`, all together", LEARN_POINTS,
-              f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in algorithms]
+              f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in scripts_of(algorithms)]
     table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
     return (HERE / "handout.md").read_text().format(
-        table=table, total=sum(row[2] for row in rows), scripts=", ".join(algorithms))
+        table=table, total=sum(row[2] for row in rows), scripts=", ".join(scripts_of(algorithms)))
 
 
 # --- grade: functions ----------------------------------------------------------------------------
 
-CORE = re.compile("against|by_hand|peers|every_length|of_one|is_the_discounted|reading|"
-                  "test_response_mask|test_positions")
+GATE = re.compile(r"test_drawn\[")  # right values on inputs that nobody has seen before
 
 
-def grade_functions(student, problems, seed, limit):
+def grade_functions(student, problems, seed, limit, kind):
     """A result for each problem: the house's tests, each in the name of one problem alone."""
-    from standin import Grader, Remote, Yard
+    from standin import Grader, Remote
 
-    results, remotes = {}, {}
-    for problem in problems:
-        results[problem] = result(problem.name, problem.points, [], f"no {problem.module}.py")
-    present = [p for p in problems if (student / f"{p.module}.py").is_file()]
-    with tempfile.TemporaryDirectory() as temporary:
-        if present:
-            yard = Yard(temporary)
-            for problem in present:
-                folder = Path(temporary, problem.name)
-                lay_out(folder, problem, (student / f"{problem.module}.py").read_bytes())
-                remotes[problem] = Remote(yard, folder, problem.module, limit)
-            grader = Grader(remotes)
-            run_tests(grader, sorted({p.module for p in present}), seed)
-            for problem, remote in remotes.items():
-                remote.close()
-                results[problem] = score(problem, grader.results[problem], remote.dead)
-            yard.close()
-    return [results[problem] for problem in problems]
+    with Sandbox(kind) as box:
+        remotes = {problem: Remote(box, lay_out(problem, student[f"{problem.module}.py"]),
+                                   problem.module, limit)
+                   for problem in problems if f"{problem.module}.py" in student}
+        grader = Grader(remotes)
+        if remotes:
+            run_tests(grader, sorted({p.module for p in remotes}), seed, [HERE / "drawn.py"])
+    # from here on no process of the submission lives
+    return [score(p, grader.results[p], remotes[p].dead) if p in remotes else
+            result(p.name, p.points, [], f"no {p.module}.py") for p in problems]
 
 
-def lay_out(folder, problem, text):
+def submission(folder):
+    """{name: bytes} of the scripts in a student's folder: plain files of a sane size, no links."""
+    found = {}
+    for name in (*(f"{s}.py" for s in SCRIPTS), "common.py", "experiment.py", "rewards.py"):
+        path = folder / name
+        if path.is_file() and not path.is_symlink() and path.stat().st_size <= 2**20:
+            found[name] = path.read_bytes()
+    return found
+
+
+def lay_out(problem, text):
     """The handout's files, with the student's one; the functions it may call are put in."""
-    folder.mkdir()
     algorithms = [problem.module] if problem.module in SCRIPTS else []
-    for name, source in student_files(algorithms, "functions")[0].items():
-        (folder / name).write_text(source)
+    given = student_files([*algorithms, "shared"], "functions")[0]
+    files = {name: source.encode() for name, source in given.items()}
     for name in problem.given:
         text = put_in(text, name, (ROOT / f"{problem.module}.py").read_text())
-    (folder / f"{problem.module}.py").write_bytes(text)
+    return files | {f"{problem.module}.py": text}
 
 
 def put_in(text, name, solution):
@@ -247,17 +268,18 @@ def put_in(text, name, solution):
 
 
 def score(problem, checks, dead):
-    """Points by the share of checks passed; none unless one that compares values is passed.
+    """Points by the share of checks passed; none unless one of those with drawn inputs is passed.
 
-    A parametrized test is one check, passed if all its cases are."""
+    A parametrized test is one check, passed if all its cases are; a drawn one is a check each."""
     grouped = {}
     for name, passed, message in checks:
-        kept = grouped.setdefault(name.split("[")[0], [True, ""])
+        short = name if GATE.search(name) else name.split("[")[0]
+        kept = grouped.setdefault(short, [True, ""])
         kept[0] &= passed
         kept[1] = kept[1] or message
     checks = [(name, *rest) for name, rest in grouped.items()]
     right = [name for name, passed, _ in checks if passed]
-    share = len(right) / len(checks) if any(map(CORE.search, right)) else 0
+    share = len(right) / len(checks) if any(map(GATE.search, right)) else 0
     return result(problem.name, problem.points, checks, dead or "", share)
 
 
@@ -269,68 +291,90 @@ def result(name, of, checks, note="", share=0.0):
 # --- grade: runs ---------------------------------------------------------------------------------
 
 
-def run_script(folder, script, arguments, out, limit):
-    """Run a script in `folder` for `limit` seconds at most; its last words, "" if all went well.
+def run_script(box, files, script, arguments, seconds, wanted=()):
+    """Run a script in the sandbox: (its last line, "" if all went well; the files wanted; CPU s).
 
-    It gets a copy of the cold-started models, so that it can't spoil the cache."""
-    cache = Path.home() / ".cache" / "nanopo"
-    with tempfile.TemporaryDirectory() as home:
-        if cache.is_dir():
-            shutil.copytree(cache, Path(home, "nanopo"), ignore=shutil.ignore_patterns("*.lock"))
-        environment = {"PATH": os.environ["PATH"], "HOME": home, "XDG_CACHE_HOME": home,
-                       "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
-                       "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, f"{script}.py", *arguments.split(), "--out_dir", str(out)]
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-        words = bytearray()
-        reader = threading.Thread(target=keep_last, args=(process.stdout, words), daemon=True)
-        reader.start()
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return f"over the time limit of {limit} s"
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            reader.join(5)
-    lines = words.decode(errors="replace").strip().splitlines() or [f"exit status {code}"]
-    return "" if code == 0 else lines[-1][:300]
+    `seconds` are of CPU time, so that a busy machine costs nobody points."""
+    told = box.run(files, f"{script}.py", [*arguments.split(), "--out_dir", "out"], seconds,
+                   wall=20 * seconds, wanted=[f"out/{name}" for name in wanted])
+    lines = told["words"].splitlines() or [f"exit status {told['code']}"]
+    trouble = "" if told["code"] == 0 else lines[-1][:300]
+    return trouble, {name.removeprefix("out/"): x for name, x in told["files"].items()}, told["cpu"]
 
 
-def keep_last(pipe, words, size=4000):
-    while part := pipe.read1(65536):
-        words += part
-        del words[:-size]
+def house_files():
+    """{name: bytes} of the solution's scripts."""
+    names = (*SCRIPTS, "common", "experiment", "rewards")
+    return {f"{name}.py": (ROOT / f"{name}.py").read_bytes() for name in names}
 
 
-def table_of(folder):
+def beside_ours(student, script):
+    """The student's script with our shared files: a fault in those costs its own problem only."""
+    shared = {name: text for name, text in house_files().items()
+              if name.removesuffix(".py") not in SCRIPTS}
+    return shared | {f"{script}.py": student[f"{script}.py"]}
+
+
+def warm_start():
+    """The folder of the tiny model after its cold start: made once, then read by all, read-only."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanopo-course"
+    code = [text for name, text in house_files().items() if name.removesuffix(".py") not in SCRIPTS]
+    folder = home / f"warm-{hashlib.sha256(b''.join(code)).hexdigest()[:12]}"
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            print(f"making the warm start, once: {folder}", file=sys.stderr)
+            with tempfile.TemporaryDirectory(dir=home) as temporary:
+                command = [sys.executable, "grpo.py", "--steps", "0", "--eval_size", "8",
+                           "--test_size", "1", "--out_dir", f"{temporary}/run"]
+                one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+                done = subprocess.run(command, cwd=ROOT, env=os.environ | one, capture_output=True)
+                if done.returncode:
+                    raise SystemExit(f"error: no warm start: {done.stderr[-500:].decode()}")
+                Path(temporary, "run", "final").rename(folder)
+    return folder
+
+
+WARM = "--model {model} --data words"  # its settings are the tiny model's
+
+
+def runs_box(kind):
+    """(a sandbox that shows the warm start, the warm start's place in it)."""
+    folder = warm_start()
+    inside = f"/shared/{folder.name}" if kind == "namespaces" else str(folder)
+    return Sandbox(kind, shared=[folder]), inside
+
+
+def table_of(files):
     """The rows of a run's metrics.csv."""
     try:
-        with open(folder / "metrics.csv", newline="") as file:
-            return list(csv.DictReader(file))
-    except (OSError, csv.Error, UnicodeDecodeError):
+        return list(csv.DictReader(io.StringIO(files.get("metrics.csv", b"").decode())))
+    except (csv.Error, UnicodeDecodeError):
         return []
 
 
-def grade_loop(student, script, seed, limit):
-    """The student's three steps beside the solution's: metrics.csv, stage by stage."""
+def loop_arguments(seed):
+    """Settings of the three steps, drawn."""
     rng = random.Random(seed)
-    arguments = (f"--steps 3 --prompts_per_step {rng.randint(8, 12)} --minibatches "
-                 f"{rng.randint(2, 3)} --temperature {rng.uniform(0.8, 1):.2f} --eval_every 2 "
-                 "--eval_size 8 --test_size 1 --save_every 2 --lr_warmup 4 --micro_tokens 900")
-    with tempfile.TemporaryDirectory() as temporary:
-        ours, theirs = Path(temporary, "ours"), Path(temporary, "theirs")
-        if trouble := run_script(ROOT, script, arguments, ours, 10 * limit):
-            raise SystemExit(f"error: the solution does not run: {trouble}")
-        copy = Path(temporary, "student")
-        shutil.copytree(student, copy, symlinks=True)
-        trouble = run_script(copy, script, arguments, theirs, 10 * limit)
-        right, rows = table_of(ours), table_of(theirs)
-    results = []
+    return (f"--steps 3 --prompts_per_step {rng.randint(8, 12)} --minibatches "
+            f"{rng.randint(2, 3)} --temperature {rng.uniform(0.8, 1):.2f} --eval_every 2 "
+            "--eval_size 8 --test_size 1 --save_every 2 --lr_warmup 4 --micro_tokens 900")
+
+
+def grade_loop(student, script, seed, kind):
+    """The student's three steps beside the solution's: metrics.csv, stage by stage."""
+    trouble, rows = f"no {script}.py", []
+    box, model = runs_box(kind)
+    with box:
+        arguments = f"{WARM.format(model=model)} {loop_arguments(seed)}"
+        said, ours, _ = run_script(box, house_files(), script, arguments, 60, ["metrics.csv"])
+        if said:
+            raise SystemExit(f"error: the solution does not run: {said}")
+        if f"{script}.py" in student:
+            trouble, theirs, _ = run_script(box, beside_ours(student, script), script, arguments,
+                                            60, ["metrics.csv"])
+            rows = table_of(theirs)
+    right, results = table_of(ours), []
     for stage, (points, columns) in LOOP_POINTS.items():
         checks = [(c, *same_column(c, rows, right)) for c in columns.split()
                   if any(row[c] for row in right)]
@@ -354,27 +398,34 @@ def same_column(name, rows, right):
     return True, ""
 
 
-def grade_learning(student, script, limit):
+def grade_learning(student, script, kind):
     """Whether the student's script learns the built-in task: three seeds, judged by our own
-    evaluation of the model it leaves in final/."""
+    evaluation of the weights it leaves in final/, after its last process has ended."""
     steps, wanted = LEARN[script]
-    checks = []
-    for seed in range(3):
-        with tempfile.TemporaryDirectory() as temporary:
-            copy, out, judged = (Path(temporary, name) for name in ("copy", "out", "judged"))
-            shutil.copytree(student, copy, symlinks=True)
-            message = run_script(
-                copy, script, f"--steps {steps} --seed {seed} --eval_every 1000 --eval_size 1 "
-                "--test_size 1 --save_every 1000", out, 20 * limit)
+    if f"{script}.py" not in student:
+        return result(f"{script}.learns", LEARN_POINTS, [], f"no {script}.py")
+    checks, weights = [], "final/model.safetensors"
+    box, model = runs_box(kind)
+    start = {p.name: p.read_bytes() for p in warm_start().iterdir() if p.suffix != ".safetensors"}
+    with box:
+        for seed in range(3):
+            message, files, cpu = run_script(
+                box, beside_ours(student, script), script, f"{WARM.format(model=model)} --steps "
+                f"{steps} --seed {seed} --eval_every 1000 --eval_size 8 --test_size 1 "
+                "--save_every 1000", LEARN_SECONDS, [weights])
             reached = 0.0
-            if not message:
-                message = run_script(ROOT, "grpo", f"--model {out / 'final'} --steps 0 "
-                                     "--eval_size 256 --test_size 1", judged, 10 * limit)
-                rows = table_of(judged)
+            if not message and weights in files:
+                judged = house_files() | {f"model/{name}": x for name, x in start.items()}
+                judged["model/model.safetensors"] = files[weights]
+                message, files, _ = run_script(
+                    box, judged, "grpo", f"{WARM.format(model='model')} --steps 0 --eval_size 256 "
+                    "--test_size 1", 60, ["metrics.csv"])
+                rows = table_of(files)
                 reached = float(rows[0]["eval_sampled"]) if rows else 0.0
             good = reached >= wanted
-            checks.append((f"seed {seed}: {reached:.3f} after {steps} steps", good, "" if good else
-                           message or f"{reached:.3f} of the held-out questions, wanted {wanted}"))
+            checks.append((f"seed {seed}: {reached:.3f} after {steps} steps, {cpu:.0f} CPU s", good,
+                           "" if good else message or
+                           f"{reached:.3f} of the held-out questions, wanted {wanted}"))
     share = sum(good for _, good, _ in checks) / 3
     return result(f"{script}.learns", LEARN_POINTS, checks, "", share)
 
@@ -382,18 +433,18 @@ def grade_learning(student, script, limit):
 # --- report --------------------------------------------------------------------------------------
 
 
-def grade(student, algorithms, level, seed, limit, training):
+def grade(folder, algorithms, level, seed, limit, training, kind):
     """All results."""
-    if not student.is_dir():
-        raise SystemExit(f"error: {student}: no such folder")
-    results = []
+    if not folder.is_dir():
+        raise SystemExit(f"error: {folder}: no such folder")
+    student, results = submission(folder), []
     if level == "functions":
-        results += grade_functions(student, chosen(algorithms), seed, limit)
+        results += grade_functions(student, chosen(algorithms), seed, limit, kind)
     else:
-        for script in algorithms:
-            results += grade_loop(student, script, seed, limit)
+        for script in scripts_of(algorithms):
+            results += grade_loop(student, script, seed, kind)
     if training:
-        results += [grade_learning(student, script, limit) for script in algorithms]
+        results += [grade_learning(student, s, kind) for s in scripts_of(algorithms)]
     return results
 
 
@@ -429,25 +480,116 @@ def junit(results):
     return ElementTree.tostring(suites, encoding="unicode")
 
 
-def main():
+# --- a class -------------------------------------------------------------------------------------
+
+
+def grade_class(folders, table, jobs, options, seed):
+    """Grade many folders, `jobs` at a time; a row each in `table`, what is there is not done anew.
+
+    Beside grades.csv lies a folder grades/ with each one's full report."""
+    names = [folder.name for folder in folders]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SystemExit(f"error: two submissions are named {twice[0]}; rename one")
+    reports = table.with_suffix("")
+    reports.mkdir(parents=True, exist_ok=True)
+    seeds = {json.loads(p.read_text())["hidden_seed"] for p in reports.glob("*.json")}
+    seed = min(seeds, default=seed)  # one class, one set of inputs
+
+    def one(folder):
+        report = reports / f"{folder.name}.json"
+        if not report.exists():
+            command = [sys.executable, str(HERE / "exercise.py"), "grade", str(folder), *options,
+                       "--hidden-seed", str(seed), "--json", f"{report}.part"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            (reports / f"{folder.name}.txt").write_text(done.stdout + done.stderr)
+            if done.returncode:
+                return f"{folder.name}: not graded, see {reports / folder.name}.txt"
+            Path(f"{report}.part").rename(report)
+        return ""
+
+    with ThreadPoolExecutor(jobs) as pool:
+        troubles = [words for words in pool.map(one, folders) if words]
+    graded = {p.stem: json.loads(p.read_text()) for p in sorted(reports.glob("*.json"))
+              if p.stem in names}
+    write_table(table, graded)
+    print(summary(graded))
+    if troubles:
+        raise SystemExit("\n".join(troubles))
+
+
+def write_table(table, graded):
+    """grades.csv: a row for each submission, a column for each problem."""
+    with open(table, "w", newline="") as file:
+        columns = [r["name"] for report in [*graded.values()][:1] for r in report["problems"]]
+        writer = csv.writer(file)
+        writer.writerow(["submission", "points", "of", *columns])
+        for name, report in graded.items():
+            writer.writerow([name, report["points"], report["of"],
+                             *(r["points"] for r in report["problems"])])
+
+
+def summary(graded):
+    """How the class did, and which check failed how often."""
+    points = sorted(report["points"] for report in graded.values())
+    if not points:
+        return "nobody was graded"
+    lines = [f"{len(points)} submissions: {points[0]:g} to {points[-1]:g} points, half of them "
+             f"{points[len(points) // 2]:g} or more"]
+    failed = Counter(f"{r['name']}: {c['name']}" for report in graded.values()
+                     for r in report["problems"] for c in r["checks"] if not c["passed"])
+    lines += [f"{count:5} of {len(points)} failed {what}" for what, count in failed.most_common(15)]
+    return "\n".join(lines)
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (("make", "a new folder for students"), ("grade", "a student's folder")):
+    for name, what in (("make", "a new folder for students"), ("grade", "students' folders")):
         command = commands.add_parser(name, allow_abbrev=False)
-        command.add_argument("folder", type=Path, help=what)
-        command.add_argument("--algorithms", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+        command.add_argument("folder", type=Path, help=what, nargs="+" if name == "grade" else None)
+        command.add_argument("--algorithms", nargs="+", choices=(*SCRIPTS, "shared"),
+                             default=["shared", *SCRIPTS],
+                             help="shared: the blanks of common.py and rewards.py, too")
         command.add_argument("--level", choices=("functions", "loop"), default="functions")
+        if name == "make":
+            command.add_argument("--hints", choices=("none", "few", "all"), default="all")
     command.add_argument("--hidden-seed", type=int, default=secrets.randbelow(10**6),
                          help="of the random inputs; default: another one every time")
-    command.add_argument("--time-limit", type=int, default=30, help="seconds per problem")
+    command.add_argument("--time-limit", type=int, default=30, help="CPU seconds per problem")
     command.add_argument("--skip-training", action="store_true", help="leave out the last item")
+    command.add_argument("--untrusted", action="store_true",
+                         help="refuse to grade where nothing protects this machine")
     command.add_argument("--json", type=Path, help="also write the results here")
     command.add_argument("--junit", type=Path, help="also write JUnit's XML here")
-    args = parser.parse_args()
+    command.add_argument("--csv", type=Path, help="a class: a row for each folder")
+    command.add_argument("--jobs", type=int, default=1, help="a class: so many at a time")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
     if args.command == "make":
-        return make(args.folder, args.algorithms, args.level)
-    results = grade(args.folder.resolve(), args.algorithms, args.level, args.hidden_seed,
-                    args.time_limit, not args.skip_training)
+        return make(args.folder, args.algorithms, args.level, args.hints)
+    kind, words = protection()
+    if args.untrusted and kind == "none":
+        print(f"error: --untrusted: {words}", file=sys.stderr)
+        sys.exit(2)
+    print(f"protected by {words}" if kind != "none" else f"notice: {words}", file=sys.stderr)
+    if args.csv:
+        options = ["--algorithms", *args.algorithms, "--level", args.level, "--time-limit",
+                   str(args.time_limit), *["--skip-training"] * args.skip_training,
+                   *["--untrusted"] * args.untrusted]
+        if not args.skip_training or args.level == "loop":
+            warm_start()
+        folders = [folder.resolve() for folder in args.folder if folder.is_dir()]
+        return grade_class(folders, args.csv, args.jobs, options, args.hidden_seed)
+    if len(args.folder) > 1:
+        raise SystemExit("error: more than one folder: name a table, --csv grades.csv")
+    results = grade(args.folder[0].resolve(), args.algorithms, args.level, args.hidden_seed,
+                    args.time_limit, not args.skip_training, kind)
     say(results, args.hidden_seed)
     if args.json:
         report = {"hidden_seed": args.hidden_seed, "points": sum(r["points"] for r in results),

@@ -1,8 +1,8 @@
 """Course: where a student's code runs: a process that gets inputs and gives back outputs only.
 
-The grader copies this file into an empty folder and starts it there. It imports the heavy
-libraries once, then forks for each problem: the fork imports one file of the student's and answers
-calls on a socket. Tensors travel as safetensors, all else as JSON; nothing is ever unpickled.
+It lives in a sandbox (sandbox.py) that imports the heavy libraries once, then forks for each
+problem: the fork imports one file of the student's and answers calls on a socket. Tensors travel as
+safetensors, all else as JSON; nothing is ever unpickled.
 """
 
 import importlib
@@ -146,11 +146,18 @@ def limit_time(link, seconds):
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))  # then the system ends it
 
 
-def serve(link, folder, module_name, seconds):
+def import_heavy():
+    """What a student's file may import, once for all forks; one thread, as everywhere here."""
+    import transformers  # noqa: F401
+    from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParser  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def serve(link, module_name, seconds):
     """Import the student's file, then answer calls until the grader hangs up."""
     limit_time(link, seconds)
-    os.chdir(folder)
-    sys.path[0] = folder
+    sys.path[0] = os.getcwd()
     sys.stdout = sys.stderr = Printed()
     graphs = OrderedDict()
     try:
@@ -193,36 +200,3 @@ def backward(graphs, message, gradients):
         [out for out, _ in pairs], leaves, [g for _, g in pairs], retain_graph=True,
         allow_unused=True)
     return {}, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found)]
-
-
-def main():
-    """Wait on the control socket (stdin) for (folder, module, seconds) and a socket; fork, and
-    tell the fork's pid."""
-    import transformers  # noqa: F401  imported once, for all forks
-    from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: F401
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    control = socket.socket(fileno=0)
-    while True:
-        text, fds, _, _ = socket.recv_fds(control, 65536, 1)
-        if not text:
-            return
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            null = os.open(os.devnull, os.O_RDWR)
-            for number in (0, 1, 2):
-                os.dup2(null, number)
-            try:
-                control.close()
-                serve(socket.socket(fileno=fds[0]), *json.loads(text))
-            finally:
-                os._exit(0)
-        os.close(fds[0])
-        control.sendall(struct.pack("!I", pid))
-
-
-if __name__ == "__main__":
-    main()
