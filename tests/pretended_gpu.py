@@ -117,9 +117,10 @@ class _Questions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         gpu, kwargs = self.gpu, kwargs or {}
         if function in (T.device.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.get_device):
-            there = gpu.has(args[0])
-            return {T.device.__get__: CUDA if there else CPU, T.is_cuda.__get__: there,
-                    T.is_cpu.__get__: not there, T.get_device: 0 if there else -1}[function]
+            if not gpu.has(args[0]):
+                return function(*args)
+            return {T.device.__get__: CUDA, T.is_cuda.__get__: True, T.is_cpu.__get__: False,
+                    T.get_device: 0}[function]
         if function in (T.to, T.cuda, T.cpu):
             return self.move(function, args, kwargs)
         if function is T.backward:  # Python code may run inside: this mode stays on
@@ -133,13 +134,13 @@ class _Questions(TorchFunctionMode):
             gpu.wait("tolist")
         device = kwargs.get("device")
         there = any(map(gpu.has, tensors([args, kwargs])))
-        if device is None:
+        if device is None or torch.device(device).type == "meta":
             with self.making(there):
                 out = function(*args, **kwargs)
             return gpu.put(out) if function is T.new_tensor and gpu.has(args[0]) else out
         there = torch.device(device).type == "cuda"
         with self.making(there):
-            out = function(*args, **kwargs | {"device": CPU})
+            out = function(*args, **kwargs | {"device": CPU})  # this build knows no other
         if not there:
             return out
         return gpu.put(out.clone() if any(out is x for x in tensors(args)) else out)
@@ -154,6 +155,8 @@ class _Questions(TorchFunctionMode):
         """`to`, `cuda`, `cpu`: a copy where the place changes."""
         tensor, *rest = args
         named = [x for x in [*rest, kwargs.get("device")] if isinstance(x, (str, torch.device))]
+        if any(torch.device(place).type == "meta" for place in named):
+            return function(*args, **kwargs)
         there = was = self.gpu.has(tensor)
         if function is not T.to:
             there, rest, kwargs = function is T.cuda, [], {}
@@ -187,7 +190,9 @@ class _Operators(TorchDispatchMode):
         given = tensors([args, kwargs])
         places = [gpu.has(tensor) for tensor in given]
         there = any(places)
-        if kwargs.get("device") is not None:
+        if kwargs.get("device") == torch.device("meta"):
+            there = False
+        elif kwargs.get("device") is not None:
             there = gpu.made_where[-1]
         elif not given:
             there = gpu.made_where[-1]
