@@ -6,11 +6,15 @@ bench/gpu.py.
 import csv
 import importlib
 import inspect
+import json
 import pickle
 import signal
+import subprocess
+import sys
 import textwrap
 import zlib
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -233,3 +237,88 @@ def test_waits_of_an_update(sampled):
     gpu.waits.clear()
     common.optimizer_step(sampler.policy, optimizer, 1e-3, 1.0)
     assert gpu.own_waits("common.optimizer_step") == 2, gpu.waits
+
+
+# --- stops, and what is decided once -------------------------------------------------------------
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with PretendedGpu(), pytest.raises(SystemExit) as stop:
+        common.start_processes("float32", prompts_per_step=4)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "1 GPUs" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [
+    "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later",
+    "probability tensor contains either `inf`, `nan` or element < 0"], ids=["CUDA", "CPU"])
+def test_logits_that_are_not_finite_end_in_one_line(sampled, words, monkeypatch, capsys):
+    sampler, tokenizer, _ = sampled
+    ids, mask = common.padded([tokenizer("Question: Mia").input_ids], sampler.pad)
+
+    def fails(*_, **__):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(sampler.model, "generate", fails)
+    with pytest.raises(SystemExit) as stop:
+        sampler.generate(ids, mask)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "not finite" in error and error.count("\n") == 1
+
+
+def test_rank_0_says_which_checkpoint(tmp_path, monkeypatch):
+    """Where a network's file system shows this rank an older one."""
+    grpo = importlib.import_module("grpo")
+    for step in (1, 2):
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        state = json.dumps({"step": step, "cursor": 0, "updates": 0})
+        (folder / "state.json").write_text(state)
+    theirs = [str(tmp_path), tmp_path / "checkpoints" / "step-000001"]
+    monkeypatch.setattr(common, "from_all_ranks", lambda own: [theirs.pop(0), own])
+    run = experiment.Run(grpo.Config(out_dir=str(tmp_path)), "grpo")
+    assert run.checkpoint.name == "step-000001" and run.step == 1
+
+
+def test_a_weights_and_biases_run_is_finished(monkeypatch, tmp_path):
+    wandb = mock.Mock(run=None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = experiment.Log(tmp_path, {}, mock.Mock(), mock.Mock(wandb="project"))
+    monkeypatch.setattr(experiment, "asdict", lambda cfg: {})
+    log.write({"step": 0})
+    log.close()
+    assert wandb.init.called and wandb.finish.called
+
+
+SLOW_STEP = '''
+import os, signal, sys, time
+sys.path.insert(0, {impl!r})
+import common, experiment, grpo
+cut = common.cut
+
+def slow(batch, *rest):
+    if common.rank() == 0:
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun is told to stop
+    time.sleep(8)
+    return cut(batch, *rest)
+
+flags = "--cold_start 0 --steps 3 --prompts_per_step 2 --group_size 2 --minibatches 1 " \\
+    "--max_new_tokens 4 --eval_size 2 --test_size 2 --out_dir run"
+cfg = experiment.parse_args(grpo.Config, grpo.TINY, flags.split())
+common.cut = slow
+grpo.train(cfg)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds, saved", [("1", False), ("120", True)])
+def test_a_stop_waits_for_a_slow_step(seconds, saved, tmp_path, impl):
+    """Under torchrun: with --shutdown-timeout, as the README's commands have it."""
+    program = tmp_path / "program.py"
+    program.write_text(SLOW_STEP.format(impl=str(impl)))
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         "--shutdown-timeout", seconds, program],
+        capture_output=True, timeout=300, cwd=tmp_path)
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir() == saved
