@@ -97,7 +97,13 @@ def compute_dtype(name):
 def start_processes(dtype, prompts_per_step):
     """Join the process group under torchrun; alone, make one only if weights are to be sharded."""
     if device().type == "cuda":
+        if device().index >= torch.cuda.device_count():
+            fail(f"process {device().index + 1} of this host finds {torch.cuda.device_count()} "
+                 "GPUs: start as many with torchrun --nproc_per_node")
         torch.cuda.set_device(device())
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+            # Micro-batches differ in size: fixed blocks of memory would leave gaps.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         if dtype == "auto" and compute_dtype(dtype) == torch.float32:
             say("notice: this GPU has no native bfloat16, computing in float32")
     elif torch.backends.mps.is_available():
@@ -410,8 +416,8 @@ class Sampler:
                     logits_processor=None if done else watch,
                 )[:, ids.shape[1] :]
             except RuntimeError as error:
-                if "probability tensor" not in str(error):
-                    raise
+                if not any(x in str(error) for x in ("probability tensor", "device-side assert")):
+                    raise  # the CPU's words, CUDA's words
                 fail("the model's logits are not finite, it can't be sampled from: go on from the "
                      "last checkpoint with --resume, or start again with a lower --lr")
             tokens[alive, done : done + new.shape[1]] = new

@@ -650,7 +650,8 @@ class Run:
         made = self._make_folder() if rank() == 0 else None
         self.folder = Path(common.from_all_ranks(made)[0])
         saves = sorted((self.folder / "checkpoints").glob("step-*"))
-        self.checkpoint = saves[-1] if saves else None
+        # By rank 0, as above: over a network the others may not see the newest files yet.
+        self.checkpoint = common.from_all_ranks(saves[-1] if saves else None)[0]
         self.step = self.updates = self.cursor = 0
         self.kept = {}
         if self.checkpoint:
@@ -872,6 +873,13 @@ class Log:
                 wandb.init(project=self.cfg.wandb, name=self.folder.name, config=about)
             wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
 
+    def close(self):
+        """End the Weights & Biases run: where a process group exists, no exit handler will."""
+        if self.cfg.wandb and rank() == 0:
+            import wandb
+
+            wandb.finish()
+
     def note(self, minibatch, micro, **arrays):
         """Remember what the update sees of each token, (n, T) or None each, for samples.jsonl."""
         if self.cfg.samples:
@@ -1062,13 +1070,13 @@ def set_up(cfg, file, needs_gold=""):
         check_critic(find_model(cfg.critic, "critic") if cfg.critic else start)
     run = Run(cfg, Path(file).stem)  # from here on files are written
     kept = run.folder / "start"
-    if cfg.cold_start and not run.checkpoint and not kept.is_dir():
+    if cfg.cold_start and not run.checkpoint and not common.from_all_ranks(kept.is_dir())[0]:
         if cfg.model not in BUILTIN:
             cold_start(policy, tokenizer, cold_start_lessons(data.train, cfg), cfg)
             sampler.refresh()
         with whole_folder(kept) as temporary:
             save_model(sampler, policy, temporary)
-    run.start = str(kept) if kept.is_dir() else start
+    run.start = common.from_all_ranks(str(kept) if kept.is_dir() else start)[0]
     return run, Log(run.folder, run.kept, sampler, cfg), data, policy, sampler
 
 
@@ -1276,6 +1284,7 @@ def finish(run, log, sampler, data):
         with whole_folder(final) as temporary:
             save_model(sampler, sampler.policy, temporary, final=True)
         _conclude(run, final)
+    log.close()
     common.end_processes()
 
 
