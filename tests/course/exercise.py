@@ -330,7 +330,11 @@ def warm_start():
                 done = subprocess.run(command, cwd=ROOT, env=os.environ | one, capture_output=True)
                 if done.returncode:
                     raise SystemExit(f"error: no warm start: {done.stderr[-500:].decode()}")
-                Path(temporary, "run", "final").rename(folder)
+                made = Path(temporary, "run", "final")
+                made.chmod(0o755)
+                for file in made.iterdir():  # submissions read it under another user id
+                    file.chmod(0o644)
+                made.rename(folder)
     return folder
 
 
