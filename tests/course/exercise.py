@@ -73,14 +73,13 @@ def comment(hints, indent):
 
 
 def some(hints, level):
-    """All hints, the first line of each step alone (few), or nothing (none)."""
+    """All hints, the first words of each step alone (few), or nothing (none)."""
     if level == "none":
         return ""
-    lines = hints.strip("\n").splitlines()
-    if level == "few":
-        lines = [line.split(". ")[0] + ". " + line.split(". ")[1] if line[:1].isdigit() else line
-                 for line in lines if not re.match(r" {2,}\S", line)][::2]
-    return "\n".join(lines)
+    if level == "all":
+        return hints.strip("\n")
+    steps = re.sub(r"\n {2,}(?=\S)", " ", hints.strip("\n")).splitlines()
+    return "\n".join(re.split(r"(?<=[a-z)])[.:;] ", step)[0] for step in steps)
 
 
 def leave_out_functions(source, problems, hints="all"):
@@ -331,7 +330,11 @@ def warm_start():
                 done = subprocess.run(command, cwd=ROOT, env=os.environ | one, capture_output=True)
                 if done.returncode:
                     raise SystemExit(f"error: no warm start: {done.stderr[-500:].decode()}")
-                Path(temporary, "run", "final").rename(folder)
+                made = Path(temporary, "run", "final")
+                made.chmod(0o755)
+                for file in made.iterdir():  # submissions read it under another user id
+                    file.chmod(0o644)
+                made.rename(folder)
     return folder
 
 

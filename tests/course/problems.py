@@ -178,7 +178,7 @@ _last_box: the contents of the last \\boxed{...} whose braces balance, or "". Wa
 
 SAMPLE = """
 - The next P questions: run.next_questions(data.train).
-- Answers to them: rollout(...), with seed=(run.step,), so that any step can be replayed.
+- Answers to them: rollout(...), with seed=(cfg.seed, run.step), so that any step can be replayed.
 - The clock: log.lap("t_sample") ends a stage.
 """
 SCORE = """
@@ -203,8 +203,8 @@ UPDATE = """
     ({total}); policy_loss of the micro's rows (micro.take);
     backward of loss times common.world() (FSDP averages over ranks, we want the sum);
     meter.add(**stats, entropy=its weighted sum); meter.gap(sampler's and old log-probs).
-    Then the learning rate, lr (linear over cfg.lr_warmup of run.updates), common.optimizer_step, and
-    meter.step(grad_norm=...).
+    Then the learning rate, lr (linear over cfg.lr_warmup optimizer steps; run.updates counts the
+    past ones), common.optimizer_step, meter.step(grad_norm=..., lr=...), one more run.updates.
 - sampler.refresh(), log.lap("t_update").
 """
 LOG_GROUPS = "batch, advantages, meter, result, sampler, tied_frac=the share of\n  groups whose " \
@@ -217,18 +217,19 @@ STAGES = {  # script -> number of the ruled stage -> hints
     "gspo": {1: SAMPLE, 2: SCORE, 3: GROUPS, 4: UPDATE.format(
         ref="", total="its number of rows", more=""), 5: LOG.replace("{log}", LOG_GROUPS)},
     "dapo": {1: """
-- Rounds, at most cfg.max_gen_rounds, until the groups kept hold `full` answers. Each round:
-    the next P questions, rollout with seed (run.step, round), score;
-    a wrong answer costs 1 times the weight of "correct" (0, 1 -> -1, 1);
-    with a buffer, add the soft overlong penalty of the lengths;
-    keep_group by verdicts, not by rewards (all groups if not cfg.dynamic_sampling);
+- Rounds, at most cfg.max_gen_rounds, until the groups kept hold P * G answers. Each round:
+    the next P questions, rollout with seed (cfg.seed, run.step, round), score (as GRPO's);
+    shaped_rewards with the weight that score.weights has for "correct" (0 if none), the longest
+    length cfg.max_new_tokens, and cfg.overlong_buffer;
+    keep_group by verdicts (batch.correct), not by rewards; all if not cfg.dynamic_sampling;
     remember all that was sampled and, apart, the groups kept (batch.select).
-- Join each list with common.Batch.cat; train on the first `full` answers (select).
+- Join each list with common.Batch.cat (sampler.pad); note how many groups were dropped; train on
+  the first P * G answers (select).
 - log.lap("t_sample").
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
-- Without cfg.token_mean the weights are GRPO's."""),
+- Without cfg.token_mean the weights are answer_weights, with the minibatch's rows as total."""),
         5: LOG.replace("{log}", LOG_GROUPS.replace(
-            "sampler,", "sampler, all that was sampled,") + ", gen_rounds=the\n  rounds")},
+            "sampler,", "sampler, all that was sampled,") + ", gen_rounds=the\n  rounds, groups_dropped=the groups dropped")},
     "ppo": {1: SAMPLE, 2: SCORE, 3: """
 - Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): all log-probs and values share it.
 - old_logp, ref_logp (old_logp itself without a reference) and old_values, (N, T) each, with
@@ -244,7 +245,8 @@ STAGES = {  # script -> number of the ruled stage -> hints
     less cfg.entropy_coef times the weighted entropy; backward of loss times common.world();
     micro_values, value_loss with cfg.value_clip, backward likewise;
     meter.add(**stats, value_loss=..., entropy=...); meter.gap(sampler's, old log-probs, mask).
-    Then common.warmup, common.optimizer_step for policy and critic, meter.step(grad_norm=...).
+    Then common.optimizer_step for policy and critic, both learning rates warmed up over
+    cfg.lr_warmup steps; meter.step(grad_norm=..., lr=...); one more run.updates.
 - sampler.refresh(), log.lap("t_update").
 """, 5: LOG.replace("{log}", """batch, advantages, meter, result, sampler, ref_kl (None without a
   reference), kl_coef, explained_var.
