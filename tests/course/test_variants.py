@@ -12,6 +12,7 @@ import signal
 import subprocess
 import types
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -557,6 +558,53 @@ def test_weights_sum_to_one(load, name):
     """Whatever the rule, a step's statistics are means."""
     mask = mask_of([1, 4, 2, 6], 6)
     check(load(name).token_weights(mask).sum(), 1)
+
+
+# --- training them all ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """`train_one` on a stand-in for a script, whose run leaves what a real one does."""
+    calls = []
+
+    def run(command, **_):
+        calls.append(command[4:])
+        folder, steps = Path(command[3]), int(command[5])
+        for name in ("final", f"checkpoints/step-{steps}"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        rows = "".join(f"{i},0.{i},0.5,0.1,0.01,2\n" for i in range(1, steps + 1))
+        columns = "step,eval_sampled,eval_accuracy,entropy,clip_frac,t_total\n"
+        (folder / "metrics.csv").write_text(columns + "0,0.0,0.5,,,\n" + rows)
+        return SimpleNamespace(returncode=0)
+    monkeypatch.setattr(variants.subprocess, "run", run)
+    return SimpleNamespace(calls=calls, out=tmp_path)
+
+
+def test_training_goes_on_where_it_stopped(runner):
+    """Complete runs are not repeated, cut ones resume, those without a checkpoint begin again."""
+    def train(steps):
+        runner.calls.clear()
+        variants.train_one(Path("cispo.py"), runner.out / "cispo-7", 7, steps)
+        return runner.calls
+    (runner.out / "cispo-7").mkdir()  # killed before its first checkpoint
+    (runner.out / "cispo-7" / "stale").write_text("")
+    assert train(2) == [["--steps", "2", "--seed", "7"]]
+    assert not (runner.out / "cispo-7" / "stale").exists()
+    assert train(2) == []
+    assert train(3) == [["--steps", "3", "--resume"]]
+
+
+def test_table_and_picture(runner, capsys):
+    """Means over seeds of the last evaluation, of entropy, clip and seconds; a panel a variant."""
+    variants.main(["all", "--train", "--only", "gpg", "opo", "--seeds", "0", "1", "--steps", "3",
+                   "--out", str(runner.out)])
+    text = (runner.out / "variants.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| grpo", "| gspo", "| gpg", "| opo"]
+    assert rows[2][1:] == ["0.300 (0.300 to 0.300)", "0.500", "0.100", "0.0100", "6 |"]
+    assert "one small task" in text and "not which is better" in text
+    assert (runner.out / "variants.png").stat().st_size > 1000
 
 
 # --- whole runs ----------------------------------------------------------------------------------
