@@ -553,6 +553,17 @@ def test_rloo_has_the_exact_policy_gradient(load, rng):
     check(torch.autograd.grad(total, logits)[0], -toy_gradient(logits, rewards))
 
 
+def test_k2_has_the_gradient_of_the_kl(load, rng):
+    """Averaged over the policy's own samples: the gradient of KL(pi || ref) with respect to the
+    logits is sum_a pi_a d_a grad log pi_a, and that of k2 is the same. Its value is not the KL."""
+    logits, logq = normal(rng, 5).requires_grad_(), normal(rng, 5).log_softmax(0)
+    logp = logits.log_softmax(0)
+    true = (logp.exp() * (logp - logq)).sum()
+    k2 = (logp.detach().exp() * load("reinforce_pp_baseline").kl_k2(logp, logq)).sum()
+    check(torch.autograd.grad(k2, logits, retain_graph=True)[0],
+          torch.autograd.grad(true, logits)[0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_sum_to_one(load, name):
     """Whatever the rule, a step's statistics are means."""
@@ -636,9 +647,9 @@ def sandbox(tmp_path, cache, monkeypatch):
         signal.signal(number, handler)
 
 
-def train(module, folder, steps, resume=False):
-    """The patched script's own loop, in `folder`."""
-    argv = ["--steps", str(steps), "--out_dir", str(folder)]
+def train(module, folder, steps, resume=False, more=""):
+    """The patched script's own loop, in `folder`. Returns its settings."""
+    argv = [*more.split(), "--steps", str(steps), "--out_dir", str(folder)]
     if resume:
         argv += ["--resume"]
     else:
@@ -646,7 +657,87 @@ def train(module, folder, steps, resume=False):
                  f"--max_new_tokens {LIMIT} --micro_tokens 300 --eval_size 4 --keep 9").split()
         argv += ["--overlong_buffer", "4"] * hasattr(module, "soft_overlong_penalty")
         argv += ["--k", "2"] * ("k" in vars(module.Config))  # of 4 wherever 1 is right: no contrast
-    module.train(experiment.parse_args(module.Config, module.TINY, argv))
+    cfg = experiment.parse_args(module.Config, module.TINY, argv)
+    module.train(cfg)
+    return cfg
+
+
+def record(monkeypatch, module, name):
+    """The positional arguments of every call of a function, from now on."""
+    calls, function = [], getattr(module, name)
+
+    def noted(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+    monkeypatch.setattr(module, name, noted)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, scale", [("dr_grpo", 1 / 12 / LIMIT), ("rloo", 1 / 12)])
+def test_loop_scales_the_mean_over_tokens(load, sandbox, monkeypatch, name, scale):
+    """Minibatches of 12 answers: a token counts 1/N 1/C in Dr. GRPO, 1/N in RLOO."""
+    calls = record(monkeypatch, load(name), "policy_loss")
+    train(load(name), sandbox / "run", 1, more="--minibatches 2")
+    assert len(calls) >= 2
+    for _, _, _, mask, weights, *_, factor in calls:
+        check(weights * factor, mask * scale, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_loop_gives_opo_the_lengths(load, sandbox, monkeypatch):
+    (batches, calls) = (record(monkeypatch, common, "cut"),
+                        record(monkeypatch, load("opo"), "group_advantages"))
+    train(load("opo"), sandbox / "run", 1)
+    check(calls[0][2], batches[0][0].mask.sum(1))
+
+
+@pytest.mark.slow
+def test_loop_marks_tokens_of_the_whole_rollout(load, sandbox, monkeypatch):
+    """The share is of all tokens, not of each micro-batch's, and marks reach the loss."""
+    calls = record(monkeypatch, load("kl_cov"), "policy_loss")
+    train(load("kl_cov"), sandbox / "run", 1, more="--kl_cov 0.1")
+    tokens = sum(int(mask.sum()) for _, _, _, mask, *_ in calls)
+    marked = sum(int(marks.sum()) for _, _, _, _, _, marks, _ in calls)
+    assert marked == int(0.1 * tokens) and len(calls) > 2
+
+
+@pytest.mark.slow
+def test_loop_scores_each_reward_by_itself(load, sandbox, monkeypatch):
+    (batches, calls) = (record(monkeypatch, common, "cut"),
+                        record(monkeypatch, load("gdpo"), "decoupled_advantages"))
+
+    def by_name(self, batch):
+        rewards, right = one_right(self, batch)
+        return rewards + 10 * ("marker_format" in self.weights), right
+    monkeypatch.setattr(experiment.Scorer, "__call__", by_name)
+    train(load("gdpo"), sandbox / "run", 1, more="--reward correct+0.5*marker_format")
+    rewards, weights, _ = calls[0]
+    check(weights, [1, 0.5])
+    check(rewards[1], rewards[0] + 10)
+    check(batches[0][0].rewards, rewards[0] + 0.5 * rewards[1])
+
+
+@pytest.mark.slow
+def test_loop_hands_over_the_samplers_log_probs(load, sandbox, monkeypatch):
+    """All rows are asked for, and a micro-batch gets those of its own rows."""
+    asked = []
+
+    def known(self, *args, **kwargs):
+        asked.append(kwargs.get("record", 0))
+        tokens, _ = generate(self, *args, **kwargs)
+        return tokens, -tokens.float() / 50
+    monkeypatch.setattr(common.Sampler, "generate", known)
+    batches, calls = (record(monkeypatch, common, "cut"),
+                      record(monkeypatch, load("olmo3"), "policy_loss"))
+    train(load("olmo3"), sandbox / "run", 1)
+    assert 6 * G in asked
+    known_rows = {tuple(row[:n].tolist()) for row, n in
+                  zip(batches[0][0].sampler_logp, batches[0][0].mask.sum(1).tolist())}
+    for _, _, _, mask, _, _, _, gen_logp, cap in calls:
+        assert cap == 2.0
+        for row, n in zip(gen_logp, mask.sum(1).tolist()):
+            assert tuple(row[:n].tolist()) in known_rows
 
 
 @pytest.mark.slow
