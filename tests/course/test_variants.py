@@ -12,6 +12,7 @@ import signal
 import subprocess
 import types
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -552,11 +553,69 @@ def test_rloo_has_the_exact_policy_gradient(load, rng):
     check(torch.autograd.grad(total, logits)[0], -toy_gradient(logits, rewards))
 
 
+def test_k2_has_the_gradient_of_the_kl(load, rng):
+    """Averaged over the policy's own samples: the gradient of KL(pi || ref) with respect to the
+    logits is sum_a pi_a d_a grad log pi_a, and that of k2 is the same. Its value is not the KL."""
+    logits, logq = normal(rng, 5).requires_grad_(), normal(rng, 5).log_softmax(0)
+    logp = logits.log_softmax(0)
+    true = (logp.exp() * (logp - logq)).sum()
+    k2 = (logp.detach().exp() * load("reinforce_pp_baseline").kl_k2(logp, logq)).sum()
+    check(torch.autograd.grad(k2, logits, retain_graph=True)[0],
+          torch.autograd.grad(true, logits)[0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_sum_to_one(load, name):
     """Whatever the rule, a step's statistics are means."""
     mask = mask_of([1, 4, 2, 6], 6)
     check(load(name).token_weights(mask).sum(), 1)
+
+
+# --- training them all ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """`train_one` on a stand-in for a script, whose run leaves what a real one does."""
+    calls = []
+
+    def run(command, **_):
+        calls.append(command[4:])
+        folder, steps = Path(command[3]), int(command[5])
+        for name in ("final", f"checkpoints/step-{steps}"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        rows = "".join(f"{i},0.{i},0.5,0.1,0.01,2\n" for i in range(1, steps + 1))
+        columns = "step,eval_sampled,eval_accuracy,entropy,clip_frac,t_total\n"
+        (folder / "metrics.csv").write_text(columns + "0,0.0,0.5,,,\n" + rows)
+        return SimpleNamespace(returncode=0)
+    monkeypatch.setattr(variants.subprocess, "run", run)
+    return SimpleNamespace(calls=calls, out=tmp_path)
+
+
+def test_training_goes_on_where_it_stopped(runner):
+    """Complete runs are not repeated, cut ones resume, those without a checkpoint begin again."""
+    def train(steps):
+        runner.calls.clear()
+        variants.train_one(Path("cispo.py"), runner.out / "cispo-7", 7, steps)
+        return runner.calls
+    (runner.out / "cispo-7").mkdir()  # killed before its first checkpoint
+    (runner.out / "cispo-7" / "stale").write_text("")
+    assert train(2) == [["--steps", "2", "--seed", "7"]]
+    assert not (runner.out / "cispo-7" / "stale").exists()
+    assert train(2) == []
+    assert train(3) == [["--steps", "3", "--resume"]]
+
+
+def test_table_and_picture(runner, capsys):
+    """Means over seeds of the last evaluation, of entropy, clip and seconds; a panel a variant."""
+    variants.main(["all", "--train", "--only", "gpg", "opo", "--seeds", "0", "1", "--steps", "3",
+                   "--out", str(runner.out)])
+    text = (runner.out / "variants.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| grpo", "| gspo", "| gpg", "| opo"]
+    assert rows[2][1:] == ["0.300 (0.300 to 0.300)", "0.500", "0.100", "0.0100", "6 |"]
+    assert "one small task" in text and "not which is better" in text
+    assert (runner.out / "variants.png").stat().st_size > 1000
 
 
 # --- whole runs ----------------------------------------------------------------------------------
@@ -588,9 +647,9 @@ def sandbox(tmp_path, cache, monkeypatch):
         signal.signal(number, handler)
 
 
-def train(module, folder, steps, resume=False):
-    """The patched script's own loop, in `folder`."""
-    argv = ["--steps", str(steps), "--out_dir", str(folder)]
+def train(module, folder, steps, resume=False, more=""):
+    """The patched script's own loop, in `folder`. Returns its settings."""
+    argv = [*more.split(), "--steps", str(steps), "--out_dir", str(folder)]
     if resume:
         argv += ["--resume"]
     else:
@@ -598,7 +657,87 @@ def train(module, folder, steps, resume=False):
                  f"--max_new_tokens {LIMIT} --micro_tokens 300 --eval_size 4 --keep 9").split()
         argv += ["--overlong_buffer", "4"] * hasattr(module, "soft_overlong_penalty")
         argv += ["--k", "2"] * ("k" in vars(module.Config))  # of 4 wherever 1 is right: no contrast
-    module.train(experiment.parse_args(module.Config, module.TINY, argv))
+    cfg = experiment.parse_args(module.Config, module.TINY, argv)
+    module.train(cfg)
+    return cfg
+
+
+def record(monkeypatch, module, name):
+    """The positional arguments of every call of a function, from now on."""
+    calls, function = [], getattr(module, name)
+
+    def noted(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+    monkeypatch.setattr(module, name, noted)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, scale", [("dr_grpo", 1 / 12 / LIMIT), ("rloo", 1 / 12)])
+def test_loop_scales_the_mean_over_tokens(load, sandbox, monkeypatch, name, scale):
+    """Minibatches of 12 answers: a token counts 1/N 1/C in Dr. GRPO, 1/N in RLOO."""
+    calls = record(monkeypatch, load(name), "policy_loss")
+    train(load(name), sandbox / "run", 1, more="--minibatches 2")
+    assert len(calls) >= 2
+    for _, _, _, mask, weights, *_, factor in calls:
+        check(weights * factor, mask * scale, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_loop_gives_opo_the_lengths(load, sandbox, monkeypatch):
+    (batches, calls) = (record(monkeypatch, common, "cut"),
+                        record(monkeypatch, load("opo"), "group_advantages"))
+    train(load("opo"), sandbox / "run", 1)
+    check(calls[0][2], batches[0][0].mask.sum(1))
+
+
+@pytest.mark.slow
+def test_loop_marks_tokens_of_the_whole_rollout(load, sandbox, monkeypatch):
+    """The share is of all tokens, not of each micro-batch's, and marks reach the loss."""
+    calls = record(monkeypatch, load("kl_cov"), "policy_loss")
+    train(load("kl_cov"), sandbox / "run", 1, more="--kl_cov 0.1")
+    tokens = sum(int(mask.sum()) for _, _, _, mask, *_ in calls)
+    marked = sum(int(marks.sum()) for _, _, _, _, _, marks, _ in calls)
+    assert marked == int(0.1 * tokens) and len(calls) > 2
+
+
+@pytest.mark.slow
+def test_loop_scores_each_reward_by_itself(load, sandbox, monkeypatch):
+    (batches, calls) = (record(monkeypatch, common, "cut"),
+                        record(monkeypatch, load("gdpo"), "decoupled_advantages"))
+
+    def by_name(self, batch):
+        rewards, right = one_right(self, batch)
+        return rewards + 10 * ("marker_format" in self.weights), right
+    monkeypatch.setattr(experiment.Scorer, "__call__", by_name)
+    train(load("gdpo"), sandbox / "run", 1, more="--reward correct+0.5*marker_format")
+    rewards, weights, _ = calls[0]
+    check(weights, [1, 0.5])
+    check(rewards[1], rewards[0] + 10)
+    check(batches[0][0].rewards, rewards[0] + 0.5 * rewards[1])
+
+
+@pytest.mark.slow
+def test_loop_hands_over_the_samplers_log_probs(load, sandbox, monkeypatch):
+    """All rows are asked for, and a micro-batch gets those of its own rows."""
+    asked = []
+
+    def known(self, *args, **kwargs):
+        asked.append(kwargs.get("record", 0))
+        tokens, _ = generate(self, *args, **kwargs)
+        return tokens, -tokens.float() / 50
+    monkeypatch.setattr(common.Sampler, "generate", known)
+    batches, calls = (record(monkeypatch, common, "cut"),
+                      record(monkeypatch, load("olmo3"), "policy_loss"))
+    train(load("olmo3"), sandbox / "run", 1)
+    assert 6 * G in asked
+    known_rows = {tuple(row[:n].tolist()) for row, n in
+                  zip(batches[0][0].sampler_logp, batches[0][0].mask.sum(1).tolist())}
+    for _, _, _, mask, _, _, _, gen_logp, cap in calls:
+        assert cap == 2.0
+        for row, n in zip(gen_logp, mask.sum(1).tolist()):
+            assert tuple(row[:n].tolist()) in known_rows
 
 
 @pytest.mark.slow

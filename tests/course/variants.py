@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -276,12 +277,14 @@ def train_all(chosen, seeds, steps, out):
 
 def train_one(file, folder, seed, steps):
     """One run in its folder, unless it is there already."""
-    done = (folder / "final").is_dir() and int(metrics(folder)[-1]["step"])
-    if done and done >= steps:
+    if (folder / "final").is_dir() and int(metrics(folder)[-1]["step"]) >= steps:
         return
-    more = ["--steps", str(steps)]
-    more += ["--resume"] if (folder / "checkpoints").is_dir() else ["--seed", str(seed)]
-    command = [sys.executable, str(file), "--out_dir", str(folder), *more]
+    if any(folder.glob("checkpoints/step-*")):
+        more = ["--resume"]
+    else:  # a run killed before its first checkpoint begins again
+        shutil.rmtree(folder, ignore_errors=True)
+        more = ["--seed", str(seed)]
+    command = [sys.executable, str(file), "--out_dir", str(folder), "--steps", str(steps), *more]
     print(shlex.join(command), flush=True)
     # The scripts import their rooms from the repository, wherever the patched file lies.
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -312,7 +315,8 @@ def results(names_, seeds, out):
             greedy=mean(float(end["eval_accuracy"]) for end in ends),
             entropy=mean(mean_of(run[-10:], "entropy") for run in runs),
             clip=mean(mean_of(run, "clip_frac") for run in runs),
-            seconds=mean(sum(float(row["t_total"]) for row in run) for run in runs),
+            seconds=mean(sum(float(row["t_total"]) for row in run if row["t_total"])
+                         for run in runs),
             runs=runs,
         ))
     return rows
@@ -332,8 +336,9 @@ def table(rows, seeds, steps):
         clip = "" if math.isnan(r["clip"]) else f"{r['clip']:.4f}"
         lines.append(f"| {r['name']} | {r['sampled']:.3f} ({r['low']:.3f} to {r['high']:.3f}) "
                      f"| {r['greedy']:.3f} | {r['entropy']:.3f} | {clip} | {r['seconds']:.0f} |")
-    lines += ["", f"Seeds {', '.join(map(str, seeds))}; {steps} steps. This is one small task (0.2M"
-              " parameters, word problems): it shows that each runs, not which is better."]
+    lines += ["", f"Seeds {', '.join(map(str, seeds))}; {steps} steps. The scripts that were "
+              "patched stand first. This is one small task (0.2M parameters, word problems): it "
+              "shows that each runs, not which is better."]
     return "\n".join(lines) + "\n"
 
 
