@@ -315,6 +315,15 @@ def shard(model, dtype):
 # --- sampling ------------------------------------------------------------------------------------
 
 CHUNK = 16  # tokens between two looks at which rows have finished
+CPU_ROWS = 128  # --rollout_batch 0 on a CPU, where more at once gain nothing
+
+
+def rows_that_fit(memory, cache, vocabulary):
+    """How many answers a quarter of a GPU's `memory` (bytes) holds at once: each takes `cache`
+    bytes for keys and values at full length, and 18 bytes for each token of the vocabulary: logits
+    in the compute dtype, in float32 and copied, their softmax, the noise. Of the total memory, not
+    what is free: the same for every run on that kind of GPU, so that a seed stays a seed."""
+    return max(1, int(memory / 4 // (cache + 18 * vocabulary)))
 
 
 class Sampler:
@@ -328,14 +337,27 @@ class Sampler:
     def __init__(self, policy, path, tokenizer, cfg):
         self.policy, self.tokenizer, self.name = policy, tokenizer, cfg.model
         self.temperature, self.max_new_tokens = cfg.temperature, cfg.max_new_tokens
-        self.rows_at_once = cfg.rollout_batch
         self.pad = tokenizer.pad_token_id
         self.model = load_frozen(path, cfg.dtype) if in_group() else policy
+        self.rows_at_once = cfg.rollout_batch or self._rows_that_fit(
+            cfg.max_prompt_len + cfg.max_new_tokens)
         self.stop_ids = stop_ids(tokenizer, self.model.generation_config)
         self.loaded_generation_config = self.model.generation_config
         # A checkpoint's own top_k, top_p and penalties leak into every call, even beside a config
         # of ours, unless they are replaced.
         self.model.generation_config = self.config(1)
+
+    def _rows_that_fit(self, row_tokens):
+        """--rollout_batch 0: `rows_that_fit` this GPU; CPU_ROWS on a CPU."""
+        if device().type != "cuda":
+            return CPU_ROWS
+        config = self.model.config
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+        token = config.num_hidden_layers * kv * self.model.dtype.itemsize
+        memory = torch.cuda.get_device_properties(device()).total_memory
+        return rows_that_fit(memory, row_tokens * token, config.vocab_size)
 
     def config(self, new_tokens, greedy=False):
         """What `generate` is told: softmax(logits / T), whole, or its largest value."""

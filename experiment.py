@@ -1250,7 +1250,8 @@ def begin(run, log, sampler, data):
     """Listen to signals, measure where the run starts, show the bar, start the clock."""
     run.listen()
     where = "no run folder (--steps 0)" if run.evaluates_only else f"run: {run.folder}"
-    say(f"{where}; questions: {len(data.train)} to train on, {len(data.heldout)} held out, "
+    say(f"{where}; up to {sampler.rows_at_once} answers at once\n"
+        f"questions: {len(data.train)} to train on, {len(data.heldout)} held out, "
         f"{len(data.test)} for a test\naccuracy: greedy is the likeliest answer [with its 95 % "
         "interval], sampled one draw at\nthe training temperature; lenient also counts a last "
         "number without ####")

@@ -40,7 +40,7 @@ class Config:
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and every log-prob", ">= 0.01")
-    rollout_batch: int = flag(128, "answers generated at once: bounds the KV cache", ">= 1")
+    rollout_batch: int = flag(0, "answers generated at once; 0: in a quarter of the GPU", ">= 0")
     # reward
     reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
     reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")

@@ -208,7 +208,8 @@ def report(script, cfg, gpus, gb):
     answers, row = cfg.prompts_per_step * cfg.group_size, cfg.max_prompt_len + cfg.max_new_tokens
     rounds = getattr(cfg, "max_gen_rounds", 1)
     change = None if peak(cfg, gpus) <= gb else remedy(cfg, gpus, gb) or "the model for a smaller"
-    lines += ["", f"tokens per step: {answers:,} answers x {row:,} = {answers * row:,} at most"
+    lines += ["", f"answers generated at once: {cfg.rollout_batch} on each GPU",
+              f"tokens per step: {answers:,} answers x {row:,} = {answers * row:,} at most"
               + f", after sampling up to {rounds} times as many" * (rounds > 1),
               f"disk: {disk(cfg)[0]:.1f} GB a checkpoint, {cfg.keep} kept while one more is written"
               f"; final/ {disk(cfg)[1]:.1f} GB", "",
@@ -216,10 +217,15 @@ def report(script, cfg, gpus, gb):
     return "\n".join(line.rstrip() for line in lines)
 
 
-def config(script, argv):
-    """The script's own Config from its own flags."""
+def config(script, argv, gb=80):
+    """The script's own Config from its own flags; --rollout_batch 0 as on a GPU of `gb` GB."""
     module = importlib.import_module(script)
-    return experiment.parse_args(module.Config, module.TINY, argv)
+    cfg = experiment.parse_args(module.Config, module.TINY, argv)
+    if cfg.rollout_batch or cfg.model in experiment.BUILTIN:
+        return cfg
+    model, c = shape(cfg.model), 4 if cfg.dtype == "float32" else 2
+    cache = (cfg.max_prompt_len + cfg.max_new_tokens) * model.layers * model.kv * c
+    return replace(cfg, rollout_batch=common.rows_that_fit(gb * GB, cache, model.vocabulary))
 
 
 def table():
@@ -230,11 +236,11 @@ def table():
     rows = [(script, name) for script in ("grpo", "dapo", "gspo") for name in QWEN]
     rows += [("ppo", name, "--critic", n) for name in QWEN for n in {"Qwen2.5-0.5B": 0, name: 0}]
     for script, name, *critic in rows:
-        cfg = config(script, ["--model", name, "--gradient_checkpointing", *critic])
+        flags = ["--model", name, "--gradient_checkpointing", *critic]
         cells = [script.upper() + "".join(f", {n[8:]} critic" for n in critic[1:]), name[8:]]
-        needs = [(peak(cfg, gpus), gb) for gpus, gb in machines]
+        needs = [(peak(config(script, flags, gb), gpus), gb) for gpus, gb in machines]
         cells += [f"{need:.0f}" if need <= gb else f"~~{need:.0f}~~" for need, gb in needs]
-        lines.append(f"| {' | '.join(cells)} | {disk(cfg)[0]:.0f} |")
+        lines.append(f"| {' | '.join(cells)} | {disk(config(script, flags))[0]:.0f} |")
     return "\n".join(lines)
 
 
@@ -250,7 +256,7 @@ def main(argv=None):
     own, flags = parser.parse_known_args(argv)
     if not (0 < own.gpus and 0 < own.gb < inf):
         common.fail(f"--gpus {own.gpus} --gb {own.gb}: must be numbers > 0")
-    cfg = None if own.table else config(own.script, flags)
+    cfg = None if own.table else config(own.script, flags, own.gb)
     if cfg and cfg.model in experiment.BUILTIN:
         common.fail(f"--model {cfg.model} fits anywhere; name another, e.g. --model Qwen2.5-7B")
     print(report(own.script, cfg, own.gpus, own.gb) if cfg else table())

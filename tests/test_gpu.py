@@ -1,5 +1,5 @@
-"""Tests: the scripts on a pretended GPU (see pretended_gpu.py): no tensor is left behind on the CPU,
-and the host waits for the GPU as seldom as counted here. What only a real one can show is in
+"""Tests: the scripts on a pretended GPU (see pretended_gpu.py): no tensor is left behind on the
+CPU, and the host waits for the GPU as seldom as counted here. What only a real one can show is in
 bench/gpu.py.
 """
 
@@ -34,7 +34,7 @@ ARGV = (
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path_factory):
-    """Threads, signals and determinism are as before; a cache of these tests; some right answers."""
+    """Threads, signals, determinism as before; a cache of these tests; some right answers."""
     kept = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "gpu-cache"))
     monkeypatch.setattr(rewards, "is_correct", lambda text, *_, **__: zlib.crc32(text.encode()) % 2)
@@ -237,6 +237,42 @@ def test_waits_of_an_update(sampled):
     gpu.waits.clear()
     common.optimizer_step(sampler.policy, optimizer, 1e-3, 1.0)
     assert gpu.own_waits("common.optimizer_step") == 2, gpu.waits
+
+
+# --- how many answers at once --------------------------------------------------------------------
+
+
+def test_rows_that_fit_by_hand():
+    """16 GB, 0.5B (24 layers, 2 heads of 64, bfloat16: 12,288 bytes a token), 1,024 tokens a row:
+    4e9 / (1,024 x 12,288 + 18 x 151,936) = 261.1."""
+    assert common.rows_that_fit(16e9, 1024 * 12_288, 151_936) == 261
+    assert common.rows_that_fit(1e6, 1024 * 12_288, 151_936) == 1
+
+
+@pytest.mark.parametrize("asked, expected", [(0, "fit"), (7, 7)])
+def test_rollout_batch_on_a_gpu(sampled, asked, expected):
+    sampler, tokenizer, _ = sampled
+    grpo = importlib.import_module("grpo")
+    cfg = grpo.Config(**grpo.TINY | dict(rollout_batch=asked))
+    made = common.Sampler(sampler.policy, "", tokenizer, cfg)
+    # 3 layers, keys and values, 4 heads of 16 in float32; 128 + 48 tokens; 69 pieces
+    fit = (16 << 30) // 4 // (3 * 2 * 4 * 16 * 4 * (128 + 48) + 18 * 69)
+    assert made.rows_at_once == (fit if expected == "fit" else expected)
+
+
+def test_rollout_batch_on_a_cpu_is_fixed(monkeypatch):
+    grpo = importlib.import_module("grpo")
+    tokenizer = experiment._tiny_tokenizer()
+    model = transformers.AutoModelForCausalLM.from_config(
+        experiment._tiny_config("tiny", tokenizer))
+    sampler = common.Sampler(model, "", tokenizer, grpo.Config(**grpo.TINY | {"rollout_batch": 0}))
+    assert sampler.rows_at_once == common.CPU_ROWS
+    calls, generate = [], sampler._generate
+    monkeypatch.setattr(sampler, "_generate", lambda *a: calls.append(a) or generate(*a))
+    sampler.max_new_tokens = 2
+    ids, mask = common.padded([[5, 6]] * 65, sampler.pad)
+    sampler.generate(ids, mask, group_size=4)  # 260 answers: 128, 128 and 4
+    assert [len(a[0]) for a in calls] == [32, 32, 1]
 
 
 # --- stops, and what is decided once -------------------------------------------------------------
