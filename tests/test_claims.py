@@ -142,6 +142,7 @@ def test_list_and_mistakes(capsys):
         assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLAIMS if os.environ.get("CLAIMS") == "all" else ["one-update"])
 def test_quick_form_runs(name, tmp_path):
     line = [sys.executable, str(ROOT / "plots" / "claims.py"), name, "--quick", "--out", tmp_path]

@@ -334,6 +334,7 @@ def trained(folder, impl):
     return dict(zip(RUNS, map(json.loads, lines), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", RUNS)
 def test_a_whole_run(trained, script):
     settings, peak, left, disk = trained[script]
