@@ -842,7 +842,7 @@ class Run:
     def hold(self, write, path):
         """Call `write` until it works: a full disk holds the run, in memory, until there is room
         or a signal to stop. Several processes can't wait for one another: they stop."""
-        while True:
+        for attempt in itertools.count():
             try:
                 return write()
             except Exception as error:  # libraries in Rust have no better class for theirs
@@ -853,7 +853,8 @@ class Run:
                 text = f"{path} can't be written: {reason} ({free:,.0f} MB free)"
             if self.signals or common.world() > 1:
                 fail(f"{text}; --resume goes on from step {self.saved_step}")
-            say(f"warning: {text}; make room, this is tried again until it works or Ctrl-C")
+            if attempt == 0:
+                say(f"warning: {text}; make room: it is tried until it works, or Ctrl-C")
             for _ in range(HOLD_SECONDS):
                 time.sleep(not self.signals)
 
@@ -931,7 +932,7 @@ class Run:
                 break
             self.broken[path] = wrong
         for path, wrong in self.broken.items():
-            print(f"warning: {path} is damaged: {wrong}", flush=True)
+            say(f"warning: {path} is damaged: {wrong}")
         if self.broken and not self.checkpoint:
             fail(f"--resume: {self.folder} has no other checkpoint; mend it, or remove "
                  f"{self.folder / 'checkpoints'} to start over")
