@@ -18,7 +18,17 @@ from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
-import huggingface_hub
+
+def _brief(kind, error, trace):
+    # Ctrl-C while the libraries load, which takes seconds, is no fault to be traced.
+    if kind is KeyboardInterrupt:
+        os._exit(130)
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _brief
+
+import huggingface_hub  # noqa: E402
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -67,6 +77,38 @@ def fail(message):
     if in_group():
         os._exit(2)  # an ordinary exit would wait for the other ranks
     raise SystemExit(2)
+
+
+class _Output:
+    """A stream whose reader may die (head, a closed ssh session, a full disk): the rest goes
+    nowhere, and the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self._try(self.stream.write, text)
+
+    def flush(self):
+        self._try(self.stream.flush)
+
+    def _try(self, action, *text):
+        try:
+            action(*text)
+        except OSError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+def guard_output():
+    """From now on a terminal that dies, or was closed before the start, stops nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None: closed by `>&-`
+        if not isinstance(stream, _Output):
+            setattr(sys, name, _Output(stream))
 
 
 def say(message):
@@ -130,10 +172,11 @@ def _die(kind, error, trace):
     os._exit(1)
 
 
-def end_processes():
+def end_processes(together=True):
     """Leave together. gloo's threads can abort an ordinary interpreter exit, so skip it."""
     if in_group():
-        dist.barrier()
+        if together:
+            dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

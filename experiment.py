@@ -10,24 +10,30 @@ import copy
 import csv
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import math
 import os
+import queue
 import random
 import shlex
 import shutil
 import signal
+import socket
+import stat
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import get_args
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -88,6 +94,7 @@ def parse_args(config_class, tiny, argv=None):
     defaults. Every value is checked against its field's range, then by `Config.check()`, which
     raises ValueError. Any fault ends the program with one line and exit status 2.
     """
+    common.guard_output()
     parser = _Parser(
         config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]",
         formatter_class=_Help,
@@ -157,6 +164,11 @@ def _resumed(config_class, cfg, given):
         fail(f"--resume: {path} is damaged; start a new run")
     if saved.keys() != {f.name for f in fields(config_class)}:
         fail(f"--resume: {cfg.out_dir} is a run of {script}.py, with other flags: resume it there")
+    for f in fields(config_class):
+        value, kind = saved[f.name], type(f.default)
+        choices = get_args(f.type) or (value,)
+        if type(value) not in ({int, float} if kind is float else {kind}) or value not in choices:
+            fail(f"--resume: {path} is damaged: {f.name} is {value!r}; start a new run")
     for name, value in given.items():
         if name not in MAY_CHANGE and saved.get(name) != value:
             fail(f"--resume with --{name} {value}, but the run has {saved.get(name)}: leave it out")
@@ -170,6 +182,11 @@ def find_model(name, flag="model"):
             fail(f"--{flag} {name}: the folder holds no config.json, so no Hugging Face model")
         if (Path(name) / "metrics.csv").is_file():
             fail(f"--{flag} {name}: that is a run; its model is {Path(name) / 'final'}")
+        for index in Path(name).glob("*.safetensors.index.json"):
+            with suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
+                files = json.loads(index.read_text())["weight_map"].values()
+                if any(Path(file).name != file for file in files):
+                    fail(f"--{flag} {name}: {index.name} names files outside the folder")
         return name
     if name in BUILTIN:
         fail(f"--{flag} {name}: only --model may be built in; name a folder or a hub model")
@@ -343,7 +360,9 @@ def builtin_folder(cfg):
     text = repr([made_by, torch.__version__, transformers.__version__])
     folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
+        if folder.exists() and damage(folder):
+            say(f"warning: {folder} is not as it was written ({damage(folder)}): made again")
+        if damage(folder):
             say(f"making the {cfg.model} model and its cold start, once: {folder}")
             tokenizer = _tiny_tokenizer()
             common.seed_all(cfg.seed, "init")
@@ -398,9 +417,13 @@ def _cache_home():
         home.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=home).close()
     except OSError:
+        say(f"notice: {home} can't be written to, using the temporary folder")
         home = Path(tempfile.gettempdir()) / f"nanopo-cache-{os.getuid()}"
-        home.mkdir(mode=0o700, exist_ok=True)
-        say(f"notice: the user's cache folder is read-only, using {home}")
+        with suppress(FileExistsError):
+            home.mkdir(mode=0o700)
+        about = home.lstat()  # anyone may have made it, or a link: whose models would we load?
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+            fail(f"{home} is not a folder of yours alone: remove it, or set XDG_CACHE_HOME")
     return home
 
 
@@ -620,19 +643,124 @@ def load_optimizer(model, optimizer, path):
 
 @contextmanager
 def whole_folder(folder):
-    """Write a folder under a temporary name, renamed when complete: it is never half there.
+    """Write a folder under a temporary name, renamed when complete and on the disk: it is never
+    half there, also after a power cut. Its manifest.json lets `damage` tell what changes later.
 
     Every rank may enter; rank 0 makes and renames, and the others leave after it.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    if rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        temporary.mkdir(parents=True)
-    yield temporary
-    if rank() == 0:
-        os.replace(temporary, folder)
+    try:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+            temporary.mkdir(parents=True)
+        yield temporary
+        if rank() == 0:
+            _seal(temporary, folder)
+    except Exception:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise
     if common.world() > 1:
         torch.distributed.barrier()
+
+
+def _seal(temporary, folder):
+    paths = list(temporary.rglob("*"))
+    files = {str(path.relative_to(temporary)): [path.stat().st_size, _digest(path)]
+             for path in paths if path.is_file()}
+    manifest = temporary / "manifest.json"
+    manifest.write_text(json.dumps({"folder": folder.name, "files": files}, indent=1))
+    for path in [*paths, manifest, temporary]:
+        _to_disk(path)
+    old = folder.with_name(f".tmp-old-{folder.name}")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+    os.replace(temporary, folder)
+    _to_disk(folder.parent)
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def save_whole(sampler, folder, final=False):
+    """`save_model` of the policy, as a `whole_folder`."""
+    with whole_folder(folder) as temporary:
+        save_model(sampler, sampler.policy, temporary, final)
+
+
+def damage(folder):
+    """What is not as `whole_folder` wrote it, in a few words; "" if all is. More files may lie
+    beside its own."""
+    if not folder.is_dir():
+        return "no such folder"
+    try:
+        about = json.loads((folder / "manifest.json").read_text())
+        if about["folder"] != folder.name:
+            return f"it is a copy of {about['folder']}"
+        for name, (size, digest) in about["files"].items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, not {size}"
+            if _digest(path) != digest:
+                return f"{name} has changed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "its manifest.json can't be read"
+    return ""
+
+
+def _digest(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_disk(path):
+    """Return when a file, or a folder's list of names, would survive a power cut."""
+    if os.name == "nt":  # has no such call for folders
+        return
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def replace_file(path, data):
+    """Write a file of these bytes: the old or the new one is there, whole, at any time."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_bytes(data)
+    _to_disk(temporary)
+    os.replace(temporary, path)
+    _to_disk(path.parent)
+
+
+def append(path, text):
+    """Append a text whole or not at all: a full disk would cut it anywhere."""
+    data = text.encode()
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def set_aside(path):
+    """Give what can't be read another name, NAME.bak, so that nothing is lost; returns it."""
+    aside = path.with_name(f"{path.name}.bak")
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}.bak")
+    return path.rename(aside)
+
+
+def checkpoints(folder):
+    """A run's checkpoints, the oldest first; whatever else lies beside them is none."""
+    found = [path for path in (folder / "checkpoints").glob("step-*")
+             if path.name[5:].isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 # --- the run: its folder and its state -----------------------------------------------------------
@@ -647,22 +775,34 @@ class Run:
         self.cfg, self.script = cfg, script
         self.optimizers, self.signals = {}, []
         self.evaluates_only = cfg.steps == 0 and not cfg.out_dir  # leaves nothing behind
-        made = self._make_folder() if rank() == 0 else None
-        self.folder = Path(common.from_all_ranks(made)[0])
-        saves = sorted((self.folder / "checkpoints").glob("step-*"))
-        # By rank 0, as above: over a network the others may not see the newest files yet.
-        self.checkpoint = common.from_all_ranks(saves[-1] if saves else None)[0]
+        self.checkpoint, self.broken = None, {}  # broken: those newer than it, and what is wrong
         self.step = self.updates = self.cursor = 0
-        self.kept = {}
+        self.kept, self.logs = {}, {}
+        if cfg.resume:
+            self.folder = Path(cfg.out_dir)
+            if rank() == 0:
+                self._lock()
+                self._find_checkpoint()
+            self.checkpoint = common.from_all_ranks(self.checkpoint)[0]
         if self.checkpoint:
             self.kept = json.loads((self.checkpoint / "state.json").read_text())
             self.step, self.cursor = self.kept.pop("step"), self.kept.pop("cursor")
-            self.updates = self.kept.pop("updates")
+            self.updates, self.logs = self.kept.pop("updates"), self.kept.pop("logs")
         self.saved_step = self.step
         if self.step > cfg.steps:
             fail(f"--steps {cfg.steps}: {self.folder} has done {self.step}; name a larger number")
+
+    def open(self):
+        """Claim a folder, unless the run is resumed and has its own: --out_dir, or the first of
+        runs/grpo-1, ... that is free. Until `begin` nothing in it makes it a run."""
+        if self.cfg.resume:
+            return
+        made = self._make_folder() if rank() == 0 else None
+        self.folder = Path(common.from_all_ranks(made)[0])
         if rank() == 0:
-            self._tidy()
+            self._lock()
+            if (self.folder / "config.json").exists():  # since the command line was read
+                fail(f"--out_dir {self.folder} holds a run: add --resume or name another")
 
     def advance(self):
         """A rollout step is done."""
@@ -692,18 +832,54 @@ class Run:
         Collective: rank 0 gathers and writes. The folder is complete or absent, never half there.
         """
         folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        self.hold(lambda: self._write(folder, sampler), folder)
+        if rank() == 0:
+            for old in checkpoints(self.folder)[: -self.cfg.keep]:
+                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
+        self.saved_step = self.step
+
+    def _write(self, folder, sampler):
         with whole_folder(folder) as temporary:
             for name, (model, optimizer) in self.optimizers.items():
                 critic = model is not sampler.policy
                 save_model(sampler, model, temporary / "critic" if critic else temporary)
                 save_optimizer(model, optimizer, temporary / f"{name}.safetensors")
             if rank() == 0:
-                state = {"step": self.step, "cursor": self.cursor, "updates": self.updates}
+                logs = {name: _length_and_digest((self.folder / name).read_bytes())
+                        for name in LOGS if (self.folder / name).exists()}
+                state = {"step": self.step, "cursor": self.cursor, "updates": self.updates,
+                         "logs": logs}
                 (temporary / "state.json").write_text(json.dumps(state | self.kept))
-        if rank() == 0:
-            for old in sorted(folder.parent.glob("step-*"))[: -self.cfg.keep]:
-                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
-        self.saved_step = self.step
+
+    def hold(self, write, path):
+        """Call `write` until it works: a full disk holds the run, in memory, until there is room
+        or a signal to stop. Several processes can't wait for one another: they stop."""
+        for attempt in itertools.count():
+            try:
+                return write()
+            except Exception as error:  # libraries in Rust have no better class for theirs
+                if not isinstance(error, OSError) and "(os error " not in str(error):
+                    raise
+                reason = getattr(error, "strerror", None) or str(error)
+                free = shutil.disk_usage(self.folder).free / 1e6
+                text = f"{path} can't be written: {reason} ({free:,.0f} MB free)"
+            if self.signals or common.world() > 1:
+                fail(f"{text}; --resume goes on from step {self.saved_step}")
+            if attempt == 0:
+                say(f"warning: {text}; make room: it is tried until it works, or Ctrl-C")
+            for _ in range(HOLD_SECONDS):
+                time.sleep(not self.signals)
+
+    def check_room(self, models):
+        """Stop now if the disk can't hold what the run will write: a parameter takes 4 bytes in
+        each checkpoint, AdamW's state of it 8, and `final` is as large as the weights."""
+        sizes = [12 * sum(p.numel() for p in model.parameters()) for model in models]
+        saves = math.ceil((self.cfg.steps - self.step) / self.cfg.save_every)
+        saves = max(0, min(saves, self.cfg.keep + 1 - len(checkpoints(self.folder))))
+        need, disk = saves * sum(sizes) + sizes[0] // 3, shutil.disk_usage(self.folder)
+        if disk.total and disk.free < need:  # some file systems don't say
+            fail(f"--out_dir {self.folder}: {disk.free / 1e6:,.1f} MB free, {saves} checkpoints "
+                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or go elsewhere")
 
     def stopping(self):
         """True on all ranks as soon as one of them was told to stop (a collective)."""
@@ -711,75 +887,135 @@ class Run:
         return bool(common.sum_over_ranks(told))
 
     def listen(self):
-        """From now on Ctrl-C and SIGTERM finish the step and save first; a second one does not."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        """From now on Ctrl-C, SIGTERM and SIGHUP (a closed terminal) finish the step and save
+        first; a second one does not."""
+        self.heard, self.saved = queue.SimpleQueue(), False
+        threading.Thread(target=_acknowledge, args=[self.heard], daemon=True).start()
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has two of them
+            if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # nohup
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame):
+        if self.saved:  # nothing is left to lose
+            raise KeyboardInterrupt
         # torchrun passes a Ctrl-C on a second time within moments: that still counts as one.
         if self.signals and time.time() - self.signals[0] > 2:
             os._exit(128 + number)
-        if not self.signals:
-            say("stopping: this step is finished and saved first; once more stops at once")
+        self.heard.put(number)  # printing here could interrupt a print
         self.signals.append(time.time())
 
     def _make_folder(self):
         """--out_dir, or runs/grpo-1, or the first number that is free."""
+        name = self.cfg.out_dir or "runs"
         try:
             if self.evaluates_only:
                 return tempfile.mkdtemp(prefix="nanopo-")  # and gone at the end
-            if self.cfg.out_dir:
-                os.makedirs(self.cfg.out_dir, exist_ok=True)
-                return self.cfg.out_dir
+            os.makedirs(name, exist_ok=True)
             for number in itertools.count(1):
+                if self.cfg.out_dir:
+                    return name
                 with suppress(FileExistsError):
-                    os.makedirs(f"runs/{self.script}-{number}")
+                    os.mkdir(f"runs/{self.script}-{number}")
                     return f"runs/{self.script}-{number}"
         except OSError as error:
-            fail(f"--out_dir {self.cfg.out_dir or 'runs'}: can't be made ({error.strerror})")
+            reason = "a link that leads nowhere" if os.path.islink(name) else error.strerror
+            fail(f"--out_dir {name}: can't be made ({reason})")
 
-    def _tidy(self):
+    def _lock(self):
+        """Be the folder's only writer until this process ends, however it ends."""
+        holder = self.folder / ".locked-by"
+        self.lock = FileLock(self.folder / ".lock", is_singleton=True)  # one for each process
+        try:
+            self.lock.acquire(timeout=0)
+            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        except Timeout:
+            name = holder.read_text(errors="replace") if holder.exists() else "another process"
+            fail(f"--out_dir {self.folder}: {name} is writing to it; let it end, or name another")
+        except OSError as error:
+            fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
+
+    def _find_checkpoint(self):
+        """The newest that is whole, aloud if a newer one is not; and check the reference."""
+        for path in reversed(checkpoints(self.folder)):
+            wrong = damage(path)
+            if not wrong:
+                self.checkpoint = path
+                break
+            self.broken[path] = wrong
+        for path, wrong in self.broken.items():
+            say(f"warning: {path} is damaged: {wrong}")
+        if self.broken and not self.checkpoint:
+            fail(f"--resume: {self.folder} has no other checkpoint; mend it, or remove "
+                 f"{self.folder / 'checkpoints'} to start over")
+        begun = self.cfg.cold_start and (self.checkpoint or (self.folder / "start").exists())
+        if begun and damage(self.folder / "start"):
+            fail(f"--resume: {self.folder / 'start'}, the model after the cold start, is damaged "
+                 f"({damage(self.folder / 'start')}): the run can't go on without its reference")
+
+    def tidy(self):
         """Write config.json (when resumed, --steps may be another one), and remove what came after
         the checkpoint: a resumed run logs those steps again."""
-        self._write_config()
-        for path in [*self.folder.glob(".tmp-*"), *self.folder.glob("checkpoints/.tmp-*")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()  # of a run that was killed
-        self._trim("metrics.csv", _csv_step, [",".join(COLUMNS)])
-        self._trim("samples.jsonl", _json_step, [])
-
-    def _write_config(self):
+        if rank() > 0:
+            return
+        if self.cfg.resume:
+            say(f"going on from {self.checkpoint or 'the start: there is no checkpoint yet'}")
+        for path in self.broken:
+            say(f"warning: {path} is kept as {set_aside(path)}; its steps are done again")
         about = {
             "script": self.script, "config": asdict(self.cfg), "command": shlex.join(sys.argv),
             "torch": torch.__version__, "transformers": transformers.__version__,
             "world": common.world(),
         }
-        temporary = self.folder / ".tmp-config.json"
         try:
-            temporary.write_text(json.dumps(about, indent=2) + "\n")
-            os.replace(temporary, self.folder / "config.json")
+            replace_file(self.folder / "config.json", json.dumps(about, indent=2).encode())
+            for path in [*self.folder.glob(".tmp-*"), *self.folder.glob("checkpoints/.tmp-*")]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()  # of a run that was killed
+            for name in LOGS:
+                self._trim(name)
         except OSError as error:
             fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
 
-    def _trim(self, name, step_of, lines):
-        """Keep the lines of a log up to the checkpoint, after those given."""
-        path = self.folder / name
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                if int(step_of(line)) <= self.step and self.checkpoint:
-                    lines.append(line)
-            except ValueError:
-                continue  # the header, or a line that a kill cut short
-        temporary = path.with_name(f".tmp-{name}")
-        temporary.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(temporary, path)
+    def _trim(self, name):
+        """Cut a log to what it was at the checkpoint. If someone has changed it, keep that beside,
+        and of its lines those that can be read."""
+        path, (header, step_of) = self.folder / name, LOGS[name]
+        data = path.read_bytes() if path.is_file() else b""
+        length, digest = self.logs.get(name, [0, ""])
+        if not self.checkpoint:
+            data = header
+        elif _length_and_digest(data[:length]) == [length, digest]:
+            data = data[:length]
+        else:
+            lines = data.splitlines(keepends=True)
+            good = [line for line in lines if 0 <= step_of(line) <= self.step]
+            aside = f"kept as {set_aside(path)}" if os.path.lexists(path) else "gone"
+            say(f"warning: {path} is not what the run wrote: {aside}, {len(good)} lines go on")
+            data = header + b"".join(good)
+        replace_file(path, data)
+
+
+def _acknowledge(heard):
+    heard.get()
+    say("stopping: this step is finished and saved first; once more stops at once")
+
+
+def _length_and_digest(data):
+    return [len(data), hashlib.sha256(data).hexdigest()]
 
 
 def _csv_step(line):
-    return line.split(",")[0] if line.count(",") == len(COLUMNS) - 1 else ""
+    """The step of a line of metrics.csv, -1 if it is no such line."""
+    with suppress(ValueError):
+        return int(line.split(b",")[0]) if line.count(b",") == len(COLUMNS) - 1 else -1
+    return -1
 
 
 def _json_step(line):
-    return json.loads(line)["step"]
+    """The step of a line of samples.jsonl, -1 if it is no such line."""
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return int(json.loads(line)["step"])
+    return -1
 
 
 # --- the log: its numbers and its words ----------------------------------------------------------
@@ -792,6 +1028,11 @@ COLUMNS = (
 ).split()
 
 
+LOGS = {  # name: what it begins with, and the step of a line
+    "metrics.csv": (",".join(COLUMNS).encode() + b"\n", _csv_step),
+    "samples.jsonl": (b"", _json_step),
+}
+HOLD_SECONDS = 30  # between two tries to write to a full disk
 SAMPLES_BYTES = 20e6  # of samples.jsonl with tokens; at a step, the share of the run so far
 
 
@@ -799,11 +1040,11 @@ class Log:
     """metrics.csv and samples.jsonl, the clock, the progress bar and all that is said of a step.
 
     `kept` (see `Run`) holds what it must remember: the first and the last evaluation ("before",
-    "last"), and whether any answer was ever "right".
+    "last"), and whether any answer was ever "right". `hold` is the run's way to write a file.
     """
 
-    def __init__(self, folder, kept, sampler, cfg):
-        self.folder, self.kept, self.cfg = folder, kept, cfg
+    def __init__(self, folder, kept, sampler, cfg, hold=None):
+        self.folder, self.kept, self.cfg, self.hold = folder, kept, cfg, hold
         self.model, self.tokenizer = sampler.model, sampler.tokenizer
         self.laps, self.bar, self.seen, self.spoke = {}, None, [], 0.0
         self.sick, self.warned = {}, set()  # message -> steps in a row; what has been said
@@ -862,9 +1103,10 @@ class Log:
         """Append a row to metrics.csv; `row` may lack columns."""
         if rank() > 0:
             return
-        with open(self.folder / "metrics.csv", "a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        path, line = self.folder / "metrics.csv", io.StringIO()
+        writer = csv.DictWriter(line, COLUMNS, lineterminator="\n")
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        self.hold(lambda: append(path, line.getvalue()), path)
         if self.cfg.wandb:
             import wandb
 
@@ -901,15 +1143,18 @@ class Log:
             f"advantage {advantages[0]:+.2f}")
         updates = {row: [len(minibatch.rows), minibatch.tokens]
                    for minibatch, *_ in self.seen for row in minibatch.rows.tolist()}
-        with open(self.folder / "samples.jsonl", "a") as file:
-            for group in pick_groups(batch.rewards, batch.group_size, self.cfg.samples):
-                rows = range(group * batch.group_size, (group + 1) * batch.group_size)
-                plain = [_sample(step, group, batch, row, advantages) for row in rows]
-                tokens = [_tokens(self.tokenizer, batch, row, arrays, updates) for row in rows]
-                lines = [json.dumps(a | b) + "\n" for a, b in zip(plain, tokens)]
-                if file.tell() + sum(map(len, lines)) > SAMPLES_BYTES * step / self.cfg.steps:
-                    lines = [json.dumps(a) + "\n" for a in plain]
-                file.writelines(lines)
+        path, text = self.folder / "samples.jsonl", ""
+        size = path.stat().st_size if path.exists() else 0
+        room = SAMPLES_BYTES * step / self.cfg.steps - size
+        for group in pick_groups(batch.rewards, batch.group_size, self.cfg.samples):
+            rows = range(group * batch.group_size, (group + 1) * batch.group_size)
+            plain = [_sample(step, group, batch, row, advantages) for row in rows]
+            tokens = [_tokens(self.tokenizer, batch, row, arrays, updates) for row in rows]
+            lines = [json.dumps(a | b) + "\n" for a, b in zip(plain, tokens)]
+            if len(text) + sum(map(len, lines)) > room:
+                lines = [json.dumps(a) + "\n" for a in plain]
+            text += "".join(lines)
+        self.hold(lambda: append(path, text), path)
 
     def _gathered(self, batch):
         """{name: (N, T)} of all that `note` was given, from all ranks; of epochs the last."""
@@ -1049,35 +1294,38 @@ def set_up(cfg, file, needs_gold=""):
     for name in ("reward_model", "critic"):
         if getattr(cfg, name, ""):
             find_model(getattr(cfg, name), name)
-    start = os.path.join(cfg.out_dir, "start")  # weights after a cold start
-    if not (cfg.resume and os.path.isdir(start)):
+    kept = Path(cfg.out_dir) / "start"  # weights after a cold start
+    begun = bool(cfg.resume and cfg.cold_start and (kept.exists() or checkpoints(kept.parent)))
+    start = str(kept)
+    if not begun:
         start = builtin_folder(cfg) if cfg.model in BUILTIN else find_model(cfg.model)
     data = load_questions(cfg.data, cfg.reward, cfg.eval_size, needs_gold)
     common.start_processes(cfg.dtype, cfg.prompts_per_step)
+    # By rank 0: over a network the others may not see the newest files yet.
+    start, begun = common.from_all_ranks((start, begun))[0]
+    run = Run(cfg, Path(file).stem)
     tokenizer = common.load_tokenizer(start)
     if data.repeats:
         say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
     data.train = encode(tokenizer, data.train, cfg, "train questions")
     data.heldout = encode(tokenizer, data.heldout, cfg, "heldout questions")
     data.test = encode(tokenizer, data.test, cfg, "test questions")
-    saves = sorted(Path(cfg.out_dir).glob("checkpoints/step-*")) if cfg.resume else []
-    newest = saves[-1] if saves else start
-    policy = common.load_policy(newest, cfg.dtype, cfg.gradient_checkpointing)
-    sampler = common.Sampler(policy, newest, tokenizer, cfg)
+    policy = common.load_policy(run.checkpoint or start, cfg.dtype, cfg.gradient_checkpointing)
+    sampler = common.Sampler(policy, run.checkpoint or start, tokenizer, cfg)
     check_fit(sampler, data, cfg)
     check_law(sampler)
     if hasattr(cfg, "critic"):
         check_critic(find_model(cfg.critic, "critic") if cfg.critic else start)
-    run = Run(cfg, Path(file).stem)  # from here on files are written
-    kept = run.folder / "start"
-    if cfg.cold_start and not run.checkpoint and not common.from_all_ranks(kept.is_dir())[0]:
+    run.open()  # from here on files are written
+    run.check_room([policy])
+    run.start = start
+    if cfg.cold_start and not begun:
         if cfg.model not in BUILTIN:
             cold_start(policy, tokenizer, cold_start_lessons(data.train, cfg), cfg)
             sampler.refresh()
-        with whole_folder(kept) as temporary:
-            save_model(sampler, policy, temporary)
-    run.start = common.from_all_ranks(str(kept) if kept.is_dir() else start)[0]
-    return run, Log(run.folder, run.kept, sampler, cfg), data, policy, sampler
+        run.start = str(run.folder / "start")
+        run.hold(lambda: save_whole(sampler, Path(run.start)), run.start)
+    return run, Log(run.folder, run.kept, sampler, cfg, run.hold), data, policy, sampler
 
 
 def check_fit(sampler, data, cfg):
@@ -1249,6 +1497,8 @@ def _leaving_logps(model, ids, mask, cells):
 def begin(run, log, sampler, data):
     """Listen to signals, measure where the run starts, show the bar, start the clock."""
     run.listen()
+    run.check_room([model for model, _ in run.optimizers.values()])
+    run.tidy()
     where = "no run folder (--steps 0)" if run.evaluates_only else f"run: {run.folder}"
     say(f"{where}; up to {sampler.rows_at_once} answers at once\n"
         f"questions: {len(data.train)} to train on, {len(data.heldout)} held out, "
@@ -1266,27 +1516,31 @@ def begin(run, log, sampler, data):
 
 def finish(run, log, sampler, data):
     """Save, read the test questions once, write final/, say what was reached; leave."""
-    stopped = run.stopping() or run.step < run.cfg.steps
     if run.step > run.saved_step:
         run.save(sampler)
     log.bar.close()
-    if stopped:
+    stopped = interrupted = False
+    try:
+        run.saved = True  # from here on a signal interrupts
+        stopped = run.stopping() or run.step < run.cfg.steps
+        if not stopped:
+            test = data.test[: run.cfg.test_size or None]
+            log.say_accuracy(run.step, "test", evaluate(sampler, test, run.cfg.seed))
+        if not stopped and not run.evaluates_only:
+            final = run.folder / "final"
+            run.hold(lambda: save_whole(sampler, final, final=True), final)
+            _conclude(run, final)
+    except KeyboardInterrupt:
+        interrupted = True
+    if (stopped or interrupted) and not run.evaluates_only:
         say(f"stopped after step {run.step}; go on with:\n"
             f"  python {run.script}.py --resume --out_dir {shlex.quote(str(run.folder))}")
-    else:
-        test = data.test[: run.cfg.test_size or None]
-        log.say_accuracy(run.step, "test", evaluate(sampler, test, run.cfg.seed))
-    if run.evaluates_only and rank() == 0:
-        shutil.rmtree(run.folder)
-    elif not stopped:
-        final = run.folder / "final"
-        if rank() == 0 and final.exists():
-            shutil.rmtree(final)
-        with whole_folder(final) as temporary:
-            save_model(sampler, sampler.policy, temporary, final=True)
-        _conclude(run, final)
     log.close()
-    common.end_processes()
+    if rank() == 0:
+        run.lock.release(force=True)
+        if run.evaluates_only:
+            shutil.rmtree(run.folder)
+    common.end_processes(together=not interrupted)
 
 
 def _conclude(run, final):
