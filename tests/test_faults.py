@@ -81,7 +81,8 @@ def test_a_refused_try_leaves_no_run(short, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(experiment, "check_law", lambda sampler: common.fail("no such law"))
         assert "no such law" in refusal(capsys, "grpo", *argv)
-    (tmp_path / "run/start").mkdir(exist_ok=True)  # as a kill in the cold start may leave it
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run/start").mkdir(parents=True)  # as a kill in the cold start may leave it
     run("grpo", *argv)
     assert (tmp_path / "run/final").is_dir()
 
