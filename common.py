@@ -462,7 +462,7 @@ class Sampler:
         logits processors of the first chunk."""
         cache = DynamicCache(config=self.model.config)
         one_go = not repeatable(cache)  # then each row runs its own prompt, and none leaves
-        if ids.shape[1] > 1 and not one_go:  # the prompt runs once, and its keys and values serve G answers
+        if ids.shape[1] > 1 and not one_go:  # its keys and values serve G rows
             # All but its last token: generate() feeds that one itself, to get the first logits.
             self.model.base_model(
                 input_ids=ids[:, :-1], attention_mask=mask[:, :-1],
@@ -502,8 +502,9 @@ class Sampler:
 class _Recorder:
     """Notes the log-probs that `generate` gave to the tokens of its first rows, for one chunk.
 
-    A logits processor sees the logits of the next token and the tokens so far: what it was given
-    last time is the law from which the newest token came.
+    A logits processor sees the model's logits of the next token and the tokens so far: what it was
+    given last time belongs to the newest token. It comes before top-k and the like, which must be
+    off; that they are is tested (tests/test_sampling.py), and so is the law when a model is loaded.
     """
 
     def __init__(self, rows, temperature):

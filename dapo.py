@@ -1,14 +1,15 @@
 """DAPO: Decoupled clip and Dynamic sAmpling Policy Optimization (arXiv 2503.14476), in one file.
 
-GRPO with four changes, each with a flag that turns it off, and without the KL:
+GRPO with four changes, and without the KL to a reference:
 
     A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
     r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
-    loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - 0.2, 1 + 0.28)) / sum_i |o_i|
+    loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - low, 1 + high)) / sum_i |o_i|
 
 Clip-higher: unlikely tokens may gain more (off: --clip_high 0.2). Token mean: answers count by
-length (--no_token_mean). Dynamic sampling: groups with A = 0 are replaced (--no_dynamic_sampling).
-Soft overlong penalty: R is +1 or -1, less up to 1 near the limit (--overlong_buffer 0).
+length (--no_token_mean). Dynamic sampling: more questions are asked until no group is all right or
+all wrong (--no_dynamic_sampling). Overlong penalty: R is +1 or -1, less up to 1 near the limit
+(--overlong_buffer 0). The flags named turn them off, one by one.
 
     python dapo.py                                                a laptop: no download, 2 minutes
     python dapo.py --model Qwen2.5-0.5B                           one GPU, on GSM8K
@@ -37,16 +38,16 @@ class Config:
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
-    steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
+    steps: int = flag(435, "rollout steps (7B on GSM8K: 435); 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
     group_size: int = flag(16, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and every log-prob", ">= 0.01")
-    rollout_batch: int = flag(0, "answers generated at once; 0: in a quarter of the GPU", ">= 0")
+    rollout_batch: int = flag(0, "answers sampled at once; 0: what 1/4 of the GPU holds", ">= 0")
     # reward
     reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
-    reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")
+    reward_model: str = flag("", "hub name or folder of what scores with --reward model")
     # the algorithm
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - this", "> 0, < 1")
     clip_high: float = flag(0.28, "and above 1 + this", "> 0")
@@ -82,13 +83,44 @@ class Config:
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
-    data="words", steps=80, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
+    data="words", steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
     rollout_batch=512, lr=3e-4, cold_start=600, save_every=20,
     group_size=8, overlong_buffer=16, max_gen_rounds=3,
 )
 
 
 # --- the algorithm -------------------------------------------------------------------------------
+
+
+def soft_overlong_penalty(lengths, max_len, buffer_len):
+    """What is added to a long answer's reward (DAPO, eq. 13): 0 up to max_len - buffer_len, from
+    there falling in a line to -1 at max_len. lengths: (N,) tokens with the end token. Returns (N,).
+    ValueError unless 0 < buffer_len <= max_len.
+    """
+    if not 0 < buffer_len <= max_len:
+        raise ValueError(f"buffer_len {buffer_len}: must be 1 to max_len {max_len}")
+    return ((max_len - buffer_len - lengths) / buffer_len).clamp(-1.0, 0.0)
+
+
+def shaped_rewards(batch, weight, max_len, buffer_len):
+    """(N,): a wrong answer gets -1 and not 0 (DAPO, eq. 7; `weight` is that of --reward correct),
+    and a long one its penalty, unless buffer_len is 0."""
+    wrong = batch.correct == 0  # false for NaN: no gold answer, no verdict
+    rewards = batch.rewards - weight * wrong
+    if buffer_len == 0:
+        return rewards
+    return rewards + soft_overlong_penalty(batch.mask.sum(1), max_len, buffer_len)
+
+
+def keep_group(correct):
+    """Groups with right and wrong answers (DAPO, eq. 11): (P, G) verdicts, not rewards -> (P,)."""
+    return (0 < correct.sum(1)) & (correct.sum(1) < correct.shape[1])
+
+
+def mixed_groups(batch):
+    """The rows of those groups, as a batch: the others would teach at most to be shorter."""
+    keep = keep_group(batch.correct.view(-1, batch.group_size))  # (P,)
+    return batch.select(keep.repeat_interleave(batch.group_size).nonzero()[:, 0])
 
 
 def group_advantages(rewards, group_size, eps=1e-6):
@@ -110,11 +142,11 @@ def group_advantages(rewards, group_size, eps=1e-6):
 
 
 def token_weights(mask, total=None):
-    """How much each token counts: 1 / sum_i |o_i| (DAPO, eq. 8, over a step, not each group).
+    """How much each token counts: 1 / sum_i |o_i| (DAPO, eq. 8, over a minibatch, not each group).
 
-    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
-    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
-    micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    mask: (N, T). `total` counts the whole minibatch (default: these rows), so that the weights of
+    all its micro-batches, on all ranks, sum to 1 and its loss is a plain weighted sum, however it
+    is cut. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     return mask / max(mask.sum() if total is None else total, 1)
@@ -122,32 +154,7 @@ def token_weights(mask, total=None):
 
 def answer_weights(mask, total):
     """GRPO's weights, for --no_token_mean: every one of `total` answers counts alike. (N, T)."""
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    return mask / lengths / total
-
-
-def soft_overlong_penalty(lengths, max_len, buffer_len):
-    """What a long answer's reward loses (DAPO, eq. 13): 0 up to max_len - buffer_len, falling in a
-    line to -1 at max_len, -1 beyond. lengths: (N,) tokens with the end token. Returns (N,).
-    ValueError unless 0 < buffer_len <= max_len.
-    """
-    if not 0 < buffer_len <= max_len:
-        raise ValueError(f"buffer_len {buffer_len}: must be 1 to max_len {max_len}")
-    return ((max_len - buffer_len - lengths) / buffer_len).clamp(-1.0, 0.0)
-
-
-def shaped_rewards(batch, weight, max_len, buffer_len):
-    """(N,): -1 and not 0 for a wrong answer (DAPO, eq. 7; `weight` is that of --reward correct),
-    less the overlong penalty unless buffer_len is 0."""
-    rewards = batch.rewards + weight * (batch.correct - 1).nan_to_num()  # NaN: has no gold answer
-    if buffer_len == 0:
-        return rewards
-    return rewards + soft_overlong_penalty(batch.mask.sum(1), max_len, buffer_len)
-
-
-def keep_group(correct):
-    """Groups that can teach (DAPO, eq. 11): (P, G) verdicts, not rewards -> (P,), 0 < right < G."""
-    return (0 < correct.sum(1)) & (correct.sum(1) < correct.shape[1])
+    return mask / mask.sum(1, keepdim=True).clamp(min=1) / total
 
 
 def policy_loss(
@@ -156,12 +163,12 @@ def policy_loss(
     """The clipped objective with two clip ranges (DAPO, eq. 8 and 10), to be minimised.
 
     logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be anything,
-    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
-    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
-    of old || new, per token).
+    NaN too, where the weights are 0. Returns (loss, stats): 0-d tensors, sums over these rows that
+    add up to the minibatch's means: `pg_loss`, `clip_frac` (the share whose clipped branch is the
+    larger), `approx_kl` (k3 of old || new, per token).
     """
     mask = mask.bool()
-    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
+    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)  # before exp: 0 * inf would be NaN
     ratio = log_ratio.exp()  # (N, T)
     unclipped = -advantages[:, None] * ratio
     clipped = -advantages[:, None] * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -186,8 +193,9 @@ def rollout(sampler, questions, group_size, seed):
     common.seed_all(*seed, common.rank())  # each rank draws its own answers
     questions = common.my_share(questions)
     prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
+    # Of 32 answers' first tokens also the log-probs, to compare with those of the update.
     tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
-    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
+    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T), with the end token
     batch = common.Batch(
         questions=[q for q in questions for _ in range(group_size)],
         texts=sampler.decode(tokens, mask),
@@ -212,49 +220,50 @@ def train(cfg):
 
     while run.step < cfg.steps and not run.stopping():
         # 1 sample, 2 score: rounds, until P groups are neither all right nor all wrong -----------
-        rounds, sampled, mixed, wanted = 0, [], [], cfg.prompts_per_step * cfg.group_size
+        rounds, sampled, mixed = 0, [], []
+        wanted = cfg.prompts_per_step * cfg.group_size  # answers
         while rounds < cfg.max_gen_rounds and sum(map(len, mixed)) < wanted:
             questions = run.next_questions(data.train)
             batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step, rounds))
             batch.rewards, batch.correct = score(batch)  # (N,) each
-            weight, max_len = score.weights.get("correct", 0), cfg.max_new_tokens
-            batch.rewards = shaped_rewards(batch, weight, max_len, cfg.overlong_buffer)
-            keep = keep_group(batch.correct.view(-1, cfg.group_size))  # (P,)
-            rows = keep.repeat_interleave(cfg.group_size).nonzero()[:, 0]
+            batch.rewards = shaped_rewards(
+                batch, score.weights.get("correct", 0), cfg.max_new_tokens, cfg.overlong_buffer)
             sampled.append(batch)
-            mixed.append(batch.select(rows) if cfg.dynamic_sampling else batch)
+            # without the filter one round is enough
+            mixed.append(mixed_groups(batch) if cfg.dynamic_sampling else batch)
             rounds += 1
         everything = common.Batch.cat(sampled, sampler.pad)
         batch = common.Batch.cat(mixed, sampler.pad)
-        dropped = (len(everything) - len(batch)) // cfg.group_size
-        batch = batch.select(torch.arange(min(len(batch), wanted)))  # first come, first served
+        dropped = (len(everything) - len(batch)) // cfg.group_size  # by the filter
+        batch = batch.select(torch.arange(min(len(batch), wanted)))  # a surplus is thrown away
         log.lap("t_sample")
 
         # 3 advantage: how much better than its own group -----------------------------------------
         advantages = group_advantages(batch.rewards, cfg.group_size)  # (N,)
 
         # 4 update: pi_old is fixed, pi_theta moves -----------------------------------------------
-        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   step       all N answers to be learned from, whose pi_old is the policy that gave them
         #   minibatch  some of them: one optimizer step
         #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
-        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        minibatches = common.cut(batch, cfg.minibatches, cfg.micro_tokens)
         # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
-        old_logp = None  # with one update in all pi_old is pi_theta: no pass of its own
-        on_policy = len(cuts) * cfg.epochs == 1
-        if not on_policy:
-            old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T)
+        on_policy = len(minibatches) * cfg.epochs == 1  # one update: pi_old is pi_theta, no pass
+        old_logp = None if on_policy else common.whole_logps(
+            policy, batch, minibatches, cfg.temperature)  # (N, T)
         log.lap("t_logp")
         meter = common.Meter()
-        for minibatch in cuts * cfg.epochs:
+        for minibatch in minibatches * cfg.epochs:  # the same ones, epoch after epoch
             for micro in minibatch.micros:  # this rank's share of the rows
-                # logits = policy(prompt and answer).logits, each one place before its token
-                # log_probs = log_softmax(logits / temperature)         over the vocabulary
-                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
+                # In effect (the head sees answers only, in chunks; entropy is for the log):
+                #   logits = policy(prompt and answer).logits, each one place before its token
+                #   log_probs = log_softmax(logits / temperature)         over the vocabulary
+                #   logp = log_probs[token]        entropy = -sum(exp(log_probs) * log_probs)
                 logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature)
                 old = logp.detach() if on_policy else micro.take(old_logp)
                 log.note(minibatch, micro, logp=logp, old_logp=old, entropy=entropy)
-                weights = token_weights(micro.mask, total=minibatch.tokens)
-                if not cfg.token_mean:
+                if cfg.token_mean:
+                    weights = token_weights(micro.mask, total=minibatch.tokens)
+                else:
                     weights = answer_weights(micro.mask, total=len(minibatch.rows))
                 loss, stats = policy_loss(
                     logp, old, micro.take(advantages), micro.mask, weights,
@@ -262,7 +271,7 @@ def train(cfg):
                 )
                 (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
                 meter.add(**stats, entropy=(weights * entropy).sum())
-                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
+                # stale weights or shifted positions in the sampler show here and nowhere else:
                 meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
             lr = cfg.lr * min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # warm-up
             norm = common.optimizer_step(policy, optimizer, lr, cfg.max_grad_norm)

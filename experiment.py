@@ -879,7 +879,7 @@ class Run:
         need, disk = saves * sum(sizes) + sizes[0] // 3, shutil.disk_usage(self.folder)
         if disk.total and disk.free < need:  # some file systems don't say
             fail(f"--out_dir {self.folder}: {disk.free / 1e6:,.1f} MB free, {saves} checkpoints "
-                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or go elsewhere")
+                 f"and the model take {need / 1e6:,.1f} MB: make room, or lower --keep")
 
     def stopping(self):
         """True on all ranks as soon as one of them was told to stop (a collective)."""
@@ -1043,7 +1043,7 @@ class Log:
     "last"), and whether any answer was ever "right". `hold` is the run's way to write a file.
     """
 
-    def __init__(self, folder, kept, sampler, cfg, hold=None):
+    def __init__(self, folder, kept, sampler, cfg, hold=lambda write, path: write()):
         self.folder, self.kept, self.cfg, self.hold = folder, kept, cfg, hold
         self.model, self.tokenizer = sampler.model, sampler.tokenizer
         self.laps, self.bar, self.seen, self.spoke = {}, None, [], 0.0

@@ -36,16 +36,16 @@ class Config:
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
-    steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
+    steps: int = flag(435, "rollout steps; 435 = 15 times through GSM8K; 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
     group_size: int = flag(8, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 2")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and every log-prob", ">= 0.01")
-    rollout_batch: int = flag(0, "answers generated at once; 0: in a quarter of the GPU", ">= 0")
+    rollout_batch: int = flag(0, "answers sampled at once; 0: what 1/4 of the GPU holds", ">= 0")
     # reward
     reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
-    reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")
+    reward_model: str = flag("", "hub name or folder of what scores with --reward model")
     # the algorithm
     clip_low: float = flag(3e-4, "the answer's ratio is clipped below 1 - this", "> 0, < 1")
     clip_high: float = flag(4e-4, "and above 1 + this", "> 0")
@@ -104,9 +104,9 @@ def group_advantages(rewards, group_size, eps=1e-6):
 def token_weights(mask, total=None):
     """How much each token counts: 1/N · 1/|o_i|, a mean over answers of means over tokens.
 
-    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
-    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
-    micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    mask: (N, T). `total` counts the whole minibatch (default: these rows), so that the weights of
+    all its micro-batches, on all ranks, sum to 1 and its loss is a plain weighted sum, however it
+    is cut. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     total = len(mask) if total is None else total
@@ -119,12 +119,12 @@ def policy_loss(
     """The clipped objective, one ratio per answer (GSPO, eq. 5 and 7), to be minimised.
 
     logp, old_logp, mask, weights: (N, T); advantages: (N,). What lies under mask 0 may be anything,
-    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
-    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
-    of old || new, per token).
+    NaN too, where the weights are 0. Returns (loss, stats): 0-d tensors, sums over these rows that
+    add up to the minibatch's means: `pg_loss`, `clip_frac` (the share whose clipped branch is the
+    larger), `approx_kl` (k3 of old || new, per token).
     """
     mask = mask.bool()
-    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
+    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)  # before exp: 0 * inf would be NaN
     ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).exp()  # (N, 1)
     unclipped = -advantages[:, None] * ratio
     clipped = -advantages[:, None] * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -149,8 +149,9 @@ def rollout(sampler, questions, group_size, seed):
     common.seed_all(*seed, common.rank())  # each rank draws its own answers
     questions = common.my_share(questions)
     prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
+    # Of 32 answers' first tokens also the log-probs, to compare with those of the update.
     tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
-    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
+    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T), with the end token
     batch = common.Batch(
         questions=[q for q in questions for _ in range(group_size)],
         texts=sampler.decode(tokens, mask),
@@ -176,31 +177,31 @@ def train(cfg):
         # 1 sample: G answers to each of P questions ----------------------------------------------
         questions = run.next_questions(data.train)
         batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step))
-        log.lap("t_sample")
 
         # 2 score ---------------------------------------------------------------------------------
         batch.rewards, batch.correct = score(batch)  # (N,) each
+        log.lap("t_sample")
 
         # 3 advantage: how much better than its own group -----------------------------------------
         advantages = group_advantages(batch.rewards, cfg.group_size)  # (N,)
 
         # 4 update: pi_old is fixed, pi_theta moves -----------------------------------------------
-        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   step       all N answers to be learned from, whose pi_old is the policy that gave them
         #   minibatch  some of them: one optimizer step
         #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
-        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        minibatches = common.cut(batch, cfg.minibatches, cfg.micro_tokens)
         # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
-        old_logp = None  # with one update in all pi_old is pi_theta: no pass of its own
-        on_policy = len(cuts) * cfg.epochs == 1
-        if not on_policy:
-            old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T)
+        on_policy = len(minibatches) * cfg.epochs == 1  # one update: pi_old is pi_theta, no pass
+        old_logp = None if on_policy else common.whole_logps(
+            policy, batch, minibatches, cfg.temperature)  # (N, T)
         log.lap("t_logp")
         meter = common.Meter()
-        for minibatch in cuts * cfg.epochs:
+        for minibatch in minibatches * cfg.epochs:  # the same ones, epoch after epoch
             for micro in minibatch.micros:  # this rank's share of the rows
-                # logits = policy(prompt and answer).logits, each one place before its token
-                # log_probs = log_softmax(logits / temperature)         over the vocabulary
-                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
+                # In effect (the head sees answers only, in chunks; entropy is for the log):
+                #   logits = policy(prompt and answer).logits, each one place before its token
+                #   log_probs = log_softmax(logits / temperature)         over the vocabulary
+                #   logp = log_probs[token]        entropy = -sum(exp(log_probs) * log_probs)
                 logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature)
                 old = logp.detach() if on_policy else micro.take(old_logp)
                 log.note(minibatch, micro, logp=logp, old_logp=old, entropy=entropy)
@@ -211,7 +212,7 @@ def train(cfg):
                 )
                 (loss * common.world()).backward()  # FSDP averages over ranks, we want the sum
                 meter.add(**stats, entropy=(weights * entropy).sum())
-                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
+                # stale weights or shifted positions in the sampler show here and nowhere else:
                 meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
             lr = cfg.lr * min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # warm-up
             norm = common.optimizer_step(policy, optimizer, lr, cfg.max_grad_norm)

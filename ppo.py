@@ -10,7 +10,7 @@ reference is part of the reward, token by token; an answer's score comes on its 
 
 Four models: policy, critic, reference, and a reward model unless a rule scores.
 
-    python ppo.py                                                 a laptop: no download, 3 minutes
+    python ppo.py                                                 a laptop: no download, 2 minutes
     python ppo.py --model Qwen2.5-0.5B                            one GPU, on GSM8K
     torchrun --nproc_per_node 8 ppo.py --model Qwen2.5-7B --gradient_checkpointing
 """
@@ -38,16 +38,16 @@ class Config:
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
-    steps: int = flag(435, "rollout steps; 435 = 15 epochs of GSM8K; 0 evaluates only", ">= 0")
+    steps: int = flag(435, "rollout steps; 435 = 15 times through GSM8K; 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
     group_size: int = flag(1, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 1")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")
     max_new_tokens: int = flag(512, "tokens of an answer; longer ones are truncated", ">= 2")
     temperature: float = flag(1.0, "softmax temperature of sampling and every log-prob", ">= 0.01")
-    rollout_batch: int = flag(0, "answers generated at once; 0: in a quarter of the GPU", ">= 0")
+    rollout_batch: int = flag(0, "answers sampled at once; 0: what 1/4 of the GPU holds", ">= 0")
     # reward
     reward: str = flag("correct", "names joined by +, e.g. correct+0.5*think_format")
-    reward_model: str = flag("", "hub name or folder of a model that scores; --reward model")
+    reward_model: str = flag("", "hub name or folder of what scores with --reward model")
     # the algorithm
     clip_eps: float = flag(0.2, "clip range of the ratio, 1 - eps to 1 + eps", "> 0, < 1")
     kl_coef: float = flag(0.001, "weight of the KL in the reward (InstructGPT: 0.02)", ">= 0")
@@ -89,7 +89,7 @@ class Config:
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
-    data="words", steps=80, prompts_per_step=128, max_prompt_len=128, max_new_tokens=48,
+    data="words", steps=60, prompts_per_step=128, max_prompt_len=128, max_new_tokens=48,
     rollout_batch=512, lr=3e-4, cold_start=600, save_every=20,
     kl_coef=0.01, lam=0.95, critic_lr=1e-3,
 )
@@ -148,9 +148,9 @@ def whiten(x, mask):
 def token_weights(mask, total=None):
     """How much each token counts: 1 / sum_i |o_i|, a mean over all tokens.
 
-    mask: (N, T). `total` counts the whole optimizer step (default: these rows), so that the weights
-    of all its parts sum to 1 and a loss is a plain weighted sum, however the step is cut into
-    micro-batches and ranks. An empty row gets 0. Returns (N, T).
+    mask: (N, T). `total` counts the whole minibatch (default: these rows), so that the weights of
+    all its micro-batches, on all ranks, sum to 1 and its loss is a plain weighted sum, however it
+    is cut. An empty row gets 0. Returns (N, T).
     """
     mask = mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())
     return mask / max(mask.sum() if total is None else total, 1)
@@ -162,12 +162,12 @@ def policy_loss(
     """The clipped objective (PPO, eq. 7), to be minimised.
 
     logp, old_logp, advantages, mask, weights: (N, T). What lies under mask 0 may be anything,
-    NaN too. Returns (loss, stats): 0-d tensors, sums over these rows that add up to the step's
-    means: `pg_loss`, `clip_frac` (the share whose clipped branch is the larger), `approx_kl` (k3
-    of old || new, per token).
+    NaN too, where the weights are 0. Returns (loss, stats): 0-d tensors, sums over these rows that
+    add up to the minibatch's means: `pg_loss`, `clip_frac` (the share whose clipped branch is the
+    larger), `approx_kl` (k3 of old || new, per token).
     """
     mask = mask.bool()
-    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)
+    log_ratio = (logp - old_logp).masked_fill(~mask, 0.0)  # before exp: 0 * inf would be NaN
     ratio = log_ratio.exp()  # (N, T)
     advantages = advantages.masked_fill(~mask, 0.0)
     unclipped = -advantages * ratio
@@ -257,8 +257,9 @@ def rollout(sampler, questions, group_size, seed):
     common.seed_all(*seed, common.rank())  # each rank draws its own answers
     questions = common.my_share(questions)
     prompt_ids, prompt_mask = sampler.encode(questions)  # (P, L) each, padded on the left
+    # Of 32 answers' first tokens also the log-probs, to compare with those of the update.
     tokens, sampler_logp = sampler.generate(prompt_ids, prompt_mask, group_size, record=32)
-    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T)
+    mask = common.response_mask(tokens, sampler.stop_ids)  # (P * G, T), with the end token
     batch = common.Batch(
         questions=[q for q in questions for _ in range(group_size)],
         texts=sampler.decode(tokens, mask),
@@ -276,6 +277,7 @@ def rollout(sampler, questions, group_size, seed):
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
     run, log, data, policy, sampler = experiment.set_up(cfg, __file__)
+    # pi_ref: where RL starts, after any cold start; the same when the run is resumed
     reference = common.load_frozen(run.start, cfg.dtype) if cfg.kl_coef > 0 else None
     critic = load_critic(run, sampler.tokenizer, cfg)
     optimizer = run.optimizer(policy, cfg.lr)
@@ -288,22 +290,22 @@ def train(cfg):
         # 1 sample: G answers to each of P questions ----------------------------------------------
         questions = run.next_questions(data.train)
         batch = rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.step))
-        log.lap("t_sample")
 
         # 2 score ---------------------------------------------------------------------------------
         batch.rewards, batch.correct = score(batch)  # (N,) each
+        log.lap("t_sample")
 
         # 3 advantage: how much better than the critic expected, token by token --------------------
-        cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)  # one cut for all log-probs
+        minibatches = common.cut(batch, cfg.minibatches, cfg.micro_tokens)
         # Not generate()'s own log-probs: other kernels made those, and the ratio must start at 1.
-        old_logp = common.whole_logps(policy, batch, cuts, cfg.temperature)  # (N, T), as all below
+        old_logp = common.whole_logps(policy, batch, minibatches, cfg.temperature)  # (N, T)
         ref_logp = old_logp if reference is None else common.whole_logps(
-            reference, batch, cuts, cfg.temperature)
-        old_values = common.whole(micro_values, critic, batch, cuts)
+            reference, batch, minibatches, cfg.temperature)
+        old_values = common.whole(micro_values, critic, batch, minibatches)
         kl = answer_means(old_logp - ref_logp, batch.mask).mean().item()  # nats per token
         scores = batch.rewards
         if cfg.bootstrap:  # e.g. cut with score 0 where the critic still expects 0.6: earns 0.6
-            ends = common.whole(micro_values, critic, batch, cuts, after=True)
+            ends = common.whole(micro_values, critic, batch, minibatches, after=True)
             last = ends.gather(1, batch.mask.sum(1, keepdim=True) - 1)[:, 0]
             scores = scores + cfg.gamma * last * batch.truncated
         rewards = token_rewards(scores, old_logp, ref_logp, batch.mask, kl_coef)
@@ -312,15 +314,16 @@ def train(cfg):
         log.lap("t_logp")
 
         # 4 update: pi_old is fixed, pi_theta and the critic move ---------------------------------
-        #   step       all N answers of this rollout, whose pi_old is the policy that gave them
+        #   step       all N answers to be learned from, whose pi_old is the policy that gave them
         #   minibatch  some of them: one optimizer step
         #   micro      as many as one forward pass holds: their gradients add up to a minibatch's
         meter = common.Meter()
-        for minibatch in cuts * cfg.epochs:
+        for minibatch in minibatches * cfg.epochs:  # the same ones, epoch after epoch
             for micro in minibatch.micros:  # this rank's share of the rows
-                # logits = policy(prompt and answer).logits, each one place before its token
-                # log_probs = log_softmax(logits / temperature)         over the vocabulary
-                # logp = log_probs[token]          entropy = -sum(exp(log_probs) * log_probs)
+                # In effect (the head sees answers only, in chunks):
+                #   logits = policy(prompt and answer).logits, each one place before its token
+                #   log_probs = log_softmax(logits / temperature)         over the vocabulary
+                #   logp = log_probs[token]        entropy = -sum(exp(log_probs) * log_probs)
                 wanted = "grad" if cfg.entropy_coef else "value"
                 logp, entropy = common.micro_logps(policy, batch, micro, cfg.temperature, wanted)
                 old = micro.take(old_logp)
@@ -344,7 +347,7 @@ def train(cfg):
                 )
                 (v_loss * common.world()).backward()
                 meter.add(**stats, value_loss=v_stats["value_loss"], entropy=entropy)
-                # a fault in sampling, such as a leaked top-k, shows here and nowhere else:
+                # stale weights or shifted positions in the sampler show here and nowhere else:
                 meter.gap(micro.take(batch.sampler_logp), old, micro.mask)
             warm = min(1.0, (run.updates + 1) / max(1, cfg.lr_warmup))  # linear warm-up
             lr = cfg.lr * warm

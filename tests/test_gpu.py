@@ -309,12 +309,13 @@ def test_rank_0_says_which_checkpoint(tmp_path, monkeypatch):
     for step in (1, 2):
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        state = json.dumps({"step": step, "cursor": 0, "updates": 0})
+        state = json.dumps({"step": step, "cursor": 0, "updates": 0, "logs": {}})
         (folder / "state.json").write_text(state)
-    theirs = [str(tmp_path), tmp_path / "checkpoints" / "step-000001"]
-    monkeypatch.setattr(common, "from_all_ranks", lambda own: [theirs.pop(0), own])
-    run = experiment.Run(grpo.Config(out_dir=str(tmp_path)), "grpo")
-    assert run.checkpoint.name == "step-000001" and run.step == 1
+    theirs = tmp_path / "checkpoints" / "step-000001"
+    monkeypatch.setattr(common, "rank", lambda: 1)
+    monkeypatch.setattr(common, "from_all_ranks", lambda own: [theirs, own])
+    run = experiment.Run(grpo.Config(out_dir=str(tmp_path), resume=True), "grpo")
+    assert run.checkpoint == theirs and run.step == 1
 
 
 def test_a_weights_and_biases_run_is_finished(monkeypatch, tmp_path):

@@ -381,8 +381,8 @@ def test_a_reward_model_is_held_whole():
 
 def test_flags_change_what_they_should():
     base, more = (plan("grpo", "--rollout_batch", n) for n in ("128", "256"))
-    fit = plan("grpo")["sample"]  # --rollout_batch 0: a quarter of 80 GB at most, and most of it
-    assert 15e9 < fit["KV cache"] + fit["logits"] < 21e9
+    # --rollout_batch 0: a quarter of 80 GB holds all questions of an evaluation at once
+    assert plan("grpo")["sample"] == more["sample"] != base["sample"]
     assert more["sample"]["KV cache"] == 2 * base["sample"]["KV cache"]
     wide, narrow = (plan("grpo", "--micro_tokens", n)["update policy"] for n in ("16384", "8192"))
     assert wide["activations"] == base["update policy"]["activations"] == 2 * narrow["activations"]
