@@ -27,6 +27,10 @@ def _brief(kind, error, trace):
 
 
 sys.excepthook = _brief
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    # Micro-batches differ in size: fixed blocks of a GPU's memory would leave gaps. torch reads
+    # this when the GPU is first used, so a script may have imported it before.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import huggingface_hub  # noqa: E402
 import torch
@@ -143,9 +147,6 @@ def start_processes(dtype, prompts_per_step):
             fail(f"process {device().index + 1} of this host finds {torch.cuda.device_count()} "
                  "GPUs: start as many with torchrun --nproc_per_node")
         torch.cuda.set_device(device())
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-            # Micro-batches differ in size: fixed blocks of memory would leave gaps.
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         if dtype == "auto" and compute_dtype(dtype) == torch.float32:
             say("notice: this GPU has no native bfloat16, computing in float32")
     elif torch.backends.mps.is_available():

@@ -77,8 +77,6 @@ class PretendedGpu:
         self.stack.enter_context(
             mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         self.stack.enter_context(mock.patch.object(T, "__reduce_ex__", reduced))
-        self.stack.enter_context(
-            mock.patch.object(torch.cuda.memory, "_set_allocator_settings"))
         self.stack.enter_context(_Operators(self))
         self.stack.enter_context(_Questions(self))
         return self

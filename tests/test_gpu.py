@@ -7,6 +7,7 @@ import csv
 import importlib
 import inspect
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -275,7 +277,36 @@ def test_rollout_batch_on_a_cpu_is_fixed(monkeypatch):
     assert [len(a[0]) for a in calls] == [32, 32, 1]
 
 
+@pytest.mark.parametrize(
+    "rows, group_size, calls", [(2, 1, 144), (4, 4, 72), (8, 4, 36), (16, 1, 18)])
+def test_forward_calls_of_a_rollout(rows, group_size, calls):
+    """16 answers of 17 tokens, none ends sooner: a pass for the prompts of each part, 17 for its
+    answers; also of an evaluation, which asks each question once."""
+    grpo = importlib.import_module("grpo")
+    tokenizer = experiment._tiny_tokenizer()
+    model = transformers.AutoModelForCausalLM.from_config(
+        experiment._tiny_config("tiny", tokenizer))
+    cfg = grpo.Config(**grpo.TINY | dict(rollout_batch=rows, max_new_tokens=common.CHUNK + 1))
+    sampler, seen = common.Sampler(model, "", tokenizer, cfg), []
+    sampler.stop_ids = [10**6]
+    model.base_model.register_forward_pre_hook(lambda *_: seen.append(1))
+    ids, mask = common.padded([[5, 6, 7]] * (16 // group_size), sampler.pad)
+    sampler.generate(ids, mask, group_size)
+    assert len(seen) == calls
+
+
 # --- stops, and what is decided once -------------------------------------------------------------
+
+
+def test_a_gpu_s_memory_grows_in_segments():
+    """torch reads the variable on first use: whatever was imported before, it is in time."""
+    program = "import torch, common; print(torch._C._accelerator_getAllocatorSettings())"
+    for given, settings in [({}, "expandable_segments:True"),
+                            ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native")]:
+        kept = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                              env=kept | given, cwd=Path(common.__file__).parent)
+        assert done.stdout.strip() == settings, done.stderr
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch, capsys):
@@ -307,21 +338,20 @@ def test_rank_0_says_which_checkpoint(tmp_path, monkeypatch):
     """Where a network's file system shows this rank an older one."""
     grpo = importlib.import_module("grpo")
     for step in (1, 2):
-        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
-        folder.mkdir(parents=True)
-        state = json.dumps({"step": step, "cursor": 0, "updates": 0, "logs": {}})
-        (folder / "state.json").write_text(state)
+        with experiment.whole_folder(tmp_path / "checkpoints" / f"step-{step:06d}") as folder:
+            state = json.dumps({"step": step, "cursor": 0, "updates": 0, "logs": {}})
+            (folder / "state.json").write_text(state)
     theirs = tmp_path / "checkpoints" / "step-000001"
-    monkeypatch.setattr(common, "rank", lambda: 1)
     monkeypatch.setattr(common, "from_all_ranks", lambda own: [theirs, own])
     run = experiment.Run(grpo.Config(out_dir=str(tmp_path), resume=True), "grpo")
-    assert run.checkpoint == theirs and run.step == 1
+    assert run.checkpoint.name == "step-000001" and run.step == 1
 
 
 def test_a_weights_and_biases_run_is_finished(monkeypatch, tmp_path):
     wandb = mock.Mock(run=None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log = experiment.Log(tmp_path, {}, mock.Mock(), mock.Mock(wandb="project"))
+    cfg = mock.Mock(wandb="project")
+    log = experiment.Log(tmp_path, {}, mock.Mock(), cfg, hold=lambda write, path: write())
     monkeypatch.setattr(experiment, "asdict", lambda cfg: {})
     log.write({"step": 0})
     log.close()
