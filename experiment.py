@@ -224,88 +224,135 @@ class Question:
 
 @dataclass
 class Data:
-    """The questions of a run. No question is in two of the three."""
+    """The questions of a run. No question is in two of the three, unless a notice says so."""
 
     train: list
     heldout: list  # from the training file: what curves are drawn on
     test: list  # read once, at the end
-    repeats: int = 0  # rows of the training file that repeat a question and are left out
+    notices: list  # what of the files is not used, and other surprises, in words
 
 
-def load_questions(name, reward, eval_size, needs_gold=""):
+def load_questions(cfg, needs_gold=""):
     """--data -> `Data`. Of a question that the training file repeats the last is used.
 
     needs_gold: what goes by right and wrong, so that every row must have a gold answer.
     """
-    if name == "words":
-        train, heldout, test = rewards.words_split()
-        repeats = 0
+    if rewards.NEEDS_GOLD & set(rewards.parse_reward(cfg.reward)):
+        needs_gold = f"--reward {cfg.reward}"
+    notices = []
+    if cfg.data == "words":
+        parts = [[(f"--data {cfg.data}", row) for row in part] for part in rewards.words_split()]
+        train, heldout, test = (_usable(part, cfg, needs_gold, notices) for part in parts)
     else:
-        rows, test = _read_data(name)
-        train = list({row["question"]: row for row in rows}.values())  # each question once
-        repeats = len(rows) - len(train)
+        rows, test = (_usable(part, cfg, needs_gold, notices) for part in _read_data(cfg.data))
+        train = list({q.question: q for q in rows}.values())  # each question once
+        if len(train) < len(rows):
+            notices.append(f"{len(rows) - len(train)} rows of --data {cfg.data} repeat a question "
+                           "and are left out")
         random.Random(0).shuffle(train)  # the same questions are held out for every seed
-        size = min(eval_size, len(train) // 10 or 1)
+        size = min(cfg.eval_size, len(train) // 10 or 1)
         heldout, train = train[:size], train[size:]
-    if rewards.NEEDS_GOLD & set(rewards.parse_reward(reward)):
-        needs_gold = f"--reward {reward}"
-    data = Data(*([_question(row, name, needs_gold) for row in rows]
-                  for rows in (train, heldout[:eval_size], test)), repeats)
     if not train:
-        fail(f"--data {name}: nothing left to train on after holding out {len(heldout)} rows")
-    return data
+        fail(f"--data {cfg.data}: nothing left to train on after holding out {len(heldout)} rows")
+    known = {q.question for q in train + heldout}
+    seen = sum(q.question in known for q in test)
+    if seen:
+        notices.append(f"{seen} of the {len(test)} test questions are in the training file, too: "
+                       "what is reached on them at the end says little of new ones")
+    return Data(train, heldout[: cfg.eval_size], test, notices)
 
 
-def _question(row, name, needs_gold):
-    gold = rewards.gold_answer(row)
-    if needs_gold and gold is None:
-        fail(f"{row.get('where', f'--data {name}')}: no answer that says what is right "
-             f"('#### 18'), which {needs_gold} goes by")
-    return Question(row["question"], "" if row.get("answer") is None else str(row["answer"]), gold)
+def _usable(rows, cfg, needs_gold, notices):
+    """(where, row) pairs in the order of their file -> `Question`s. Rows that no reward can check
+    stop the program; with --skip_unusable they are left out, and `notices` says so."""
+    questions, faults = [], []
+    for where, row in rows:
+        text, answer = row.get(cfg.question_column), row.get(cfg.answer_column)
+        if not isinstance(text, str):
+            fail(f"{where}: {cfg.question_column!r} holds no text; --question_column names another "
+                 f"column of {', '.join(row)[:200]}")
+        gold = rewards.gold_answer({"answer": answer})
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+            faults.append(f"{where}: {cfg.answer_column!r} is no text or number: {str(answer)[:50]}")
+        elif gold is None and needs_gold:
+            faults.append(f"{where}: {cfg.answer_column!r} doesn't say what is right ('#### 18'), "
+                          f"which {needs_gold} goes by; --answer_column names another column of "
+                          f"{', '.join(row)[:200]}")
+        else:
+            questions.append(Question(text, "" if answer is None else str(answer), gold))
+    if faults:
+        told = f"{faults[0]} ({len(faults)} of {len(rows)} rows are so)"
+        if not cfg.skip_unusable:
+            fail(f"{told}; --skip_unusable leaves them out")
+        notices.append(f"left out: {told}")
+    return questions
 
 
 def _read_data(name):
-    """(training rows, test rows) of `gsm8k`, a .jsonl file or a folder with train.jsonl."""
+    """(training rows, test rows) of `gsm8k`, a file or a folder: (where, row) pairs, in order."""
     path = Path(name)
     if os.path.isfile(path):
-        return _read_jsonl(path), []
+        return _read_file(path), []
     if os.path.isdir(path) and (path / "train.jsonl").is_file():
         test = path / "test.jsonl"
-        return _read_jsonl(path / "train.jsonl"), _read_jsonl(test) if test.is_file() else []
+        return _read_file(path / "train.jsonl"), _read_file(test) if test.is_file() else []
     if name != "gsm8k" and not os.path.isdir(path):
         fail(f"--data {name}: no such file or folder (built in: words, gsm8k)")
-    import datasets  # 1 s of imports, for the hub only
+    parts = _load_dataset("openai/gsm8k" if name == "gsm8k" else name)
+    if "train" not in parts:
+        fail(f"--data {name}: has no part called train, only {', '.join(parts)}; name a file of it")
+    return parts["train"], parts.get("test", [])
 
-    hub = "openai/gsm8k" if name == "gsm8k" else name
+
+def _load_dataset(kind, file=None):
+    """{part: (where, row) pairs} of a folder, a hub name, or a file of one of the TABLES' kinds."""
+    import datasets  # 1 s of imports, for these only
+
+    datasets.disable_progress_bars()
     try:
-        parts = datasets.load_dataset(hub, "main")
-        return parts["train"].to_list(), parts["test"].to_list()
-    except (OSError, ValueError, LookupError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        fail(f"--data {name}: can't be loaded; offline, give a .jsonl file or a folder with "
-             f"train.jsonl [{reason}]")
+        main = not file and "main" in datasets.get_dataset_config_names(kind)  # as GSM8K calls it
+        parts = datasets.load_dataset(kind, "main" if main else None, data_files=file)
+        parts = {part: list(enumerate(rows.to_list(), 1)) for part, rows in parts.items()}
+    except Exception as error:  # a foreign file can make it raise anything
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "" if file else "; offline, give a .jsonl file or a folder with train.jsonl"
+        fail(f"--data {file or kind}: can't be loaded{remedy} [{reason[:300]}]")
+    return {part: [(f"{file or kind + ' ' + part} row {number}", row) for number, row in rows]
+            for part, rows in parts.items()}
 
 
-def _read_jsonl(path):
-    """Rows of a JSON-lines file; a bad line stops the program with its number."""
+TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"} | dict.fromkeys(
+    (".gz", ".bz2", ".xz", ".zst"), "json")  # for `datasets`; what is compressed holds JSON lines
+
+
+def _read_file(path):
+    """(where, row) pairs of JSON lines, where a bad line stops the program, or of a table."""
+    if path.suffix in TABLES:
+        return _load_dataset(TABLES[path.suffix], str(path))["train"]
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        with open(path, encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path} line {number}"
+                    rows.append((where, _json_row(line, where)))
     except (UnicodeDecodeError, OSError) as error:
         fail(f"{path}: not a readable text file ({error})")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-                json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
-            except (ValueError, RecursionError) as error:
-                fail(f"{path} line {number}: not JSON ({str(error)[:100]})")
-            if not isinstance(row, dict) or not isinstance(row.get("question"), str):
-                fail(f"{path} line {number}: wants an object with a text field 'question'")
-            rows.append(row | {"where": f"{path} line {number}"})
     if not rows:
         fail(f"{path}: holds no rows; wants one JSON object a line with 'question' and 'answer'")
     return rows
+
+
+def _json_row(line, where):
+    try:
+        row = json.loads(line)
+        if "\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
+    except (ValueError, RecursionError) as error:
+        fail(f"{where}: not JSON ({str(error)[:100]})")
+    if not isinstance(row, dict):
+        fail(f"{where}: wants a JSON object with 'question' and 'answer', not {str(row)[:50]}")
+    return row
 
 
 def encode(tokenizer, rows, cfg, name="questions"):
@@ -345,7 +392,7 @@ def questions_at(rows, cursor, count, seed):
 # --- the built-in model and the cold start -------------------------------------------------------
 
 
-def builtin_folder(cfg):
+def builtin_folder(cfg, train):
     """The folder of the tiny model after its cold start: made on first use, then cached.
 
     Called before the processes join: the first one to take the lock builds, the others find it.
@@ -356,7 +403,7 @@ def builtin_folder(cfg):
     settings = [cfg.model, cfg.data, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
     made_by = [settings, cfg.eval_size, cfg.max_prompt_len, cfg.micro_tokens, code]
     if cfg.data != "words":  # those are made by the code
-        made_by.append(load_questions(cfg.data, cfg.reward, cfg.eval_size).train)
+        made_by.append(train)
     text = repr([made_by, torch.__version__, transformers.__version__])
     folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(f"{folder}.lock"):
@@ -368,7 +415,6 @@ def builtin_folder(cfg):
             common.seed_all(cfg.seed, "init")
             config = _tiny_config(cfg.model, tokenizer)
             model = AutoModelForCausalLM.from_config(config).to(common.device())
-            train = load_questions(cfg.data, cfg.reward, cfg.eval_size).train
             lessons = cold_start_lessons(encode(tokenizer, train, cfg, ""), cfg)
             cold_start(model, tokenizer, lessons, cfg)
             check_law(common.Sampler(model, "", tokenizer, cfg))
@@ -1297,16 +1343,18 @@ def set_up(cfg, file, needs_gold=""):
     kept = Path(cfg.out_dir) / "start"  # weights after a cold start
     begun = bool(cfg.resume and cfg.cold_start and (kept.exists() or checkpoints(kept.parent)))
     start = str(kept)
-    if not begun:
-        start = builtin_folder(cfg) if cfg.model in BUILTIN else find_model(cfg.model)
-    data = load_questions(cfg.data, cfg.reward, cfg.eval_size, needs_gold)
+    if not begun and cfg.model not in BUILTIN:
+        start = find_model(cfg.model)
+    data = load_questions(cfg, needs_gold)
+    if not begun and cfg.model in BUILTIN:
+        start = builtin_folder(cfg, data.train)
     common.start_processes(cfg.dtype, cfg.prompts_per_step)
     # By rank 0: over a network the others may not see the newest files yet.
     start, begun = common.from_all_ranks((start, begun))[0]
     run = Run(cfg, Path(file).stem)
     tokenizer = common.load_tokenizer(start)
-    if data.repeats:
-        say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
+    for notice in data.notices:
+        say(f"notice: {notice}")
     data.train = encode(tokenizer, data.train, cfg, "train questions")
     data.heldout = encode(tokenizer, data.heldout, cfg, "heldout questions")
     data.test = encode(tokenizer, data.test, cfg, "test questions")
