@@ -209,7 +209,6 @@ def is_builtin(name):
 # --- questions -----------------------------------------------------------------------------------
 
 INSTRUCTION = "Reason step by step, then give the answer on a last line as: #### <number>"
-PLAIN_PROMPT = "Question: {question}{instruction}\nAnswer:\n"  # for a tokenizer without a template
 
 
 @dataclass
@@ -220,6 +219,7 @@ class Question:
     answer: str  # the worked solution, "" without one
     gold: str = None  # its last number or LaTeX value; None: nothing can be right or wrong
     prompt_ids: list = None  # token ids of the whole prompt, set by `encode`
+    opened: str = ""  # "<think>" where the prompt ends with it: the answer's first word
 
 
 @dataclass
@@ -273,7 +273,7 @@ def _usable(rows, cfg, needs_gold, notices):
                  f"column of {', '.join(row)[:200]}")
         gold = rewards.gold_answer({"answer": answer})
         if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
-            faults.append(f"{where}: {cfg.answer_column!r} is no text or number: {str(answer)[:50]}")
+            faults.append(f"{where}: {cfg.answer_column!r} is no text or number: {str(answer)[:40]}")
         elif gold is None and needs_gold:
             faults.append(f"{where}: {cfg.answer_column!r} doesn't say what is right ('#### 18'), "
                           f"which {needs_gold} goes by; --answer_column names another column of "
@@ -298,17 +298,20 @@ def _read_data(name):
         return _read_file(path / "train.jsonl"), _read_file(test) if test.is_file() else []
     if name != "gsm8k" and not os.path.isdir(path):
         fail(f"--data {name}: no such file or folder (built in: words, gsm8k)")
-    parts = _load_dataset("openai/gsm8k" if name == "gsm8k" else name)
+    parts = _load_dataset(name)
     if "train" not in parts:
         fail(f"--data {name}: has no part called train, only {', '.join(parts)}; name a file of it")
     return parts["train"], parts.get("test", [])
 
 
-def _load_dataset(kind, file=None):
-    """{part: (where, row) pairs} of a folder, a hub name, or a file of one of the TABLES' kinds."""
+def _load_dataset(name):
+    """{part: (where, row) pairs}, by `datasets`, of a folder, the hub, or one of the TABLES."""
     import datasets  # 1 s of imports, for these only
 
     datasets.disable_progress_bars()
+    kind, file = "openai/gsm8k" if name == "gsm8k" else name, None
+    if os.path.isfile(name):
+        kind, file = TABLES[Path(name).suffix], name
     try:
         main = not file and "main" in datasets.get_dataset_config_names(kind)  # as GSM8K calls it
         parts = datasets.load_dataset(kind, "main" if main else None, data_files=file)
@@ -316,9 +319,9 @@ def _load_dataset(kind, file=None):
     except Exception as error:  # a foreign file can make it raise anything
         reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         remedy = "" if file else "; offline, give a .jsonl file or a folder with train.jsonl"
-        fail(f"--data {file or kind}: can't be loaded{remedy} [{reason[:300]}]")
-    return {part: [(f"{file or kind + ' ' + part} row {number}", row) for number, row in rows]
-            for part, rows in parts.items()}
+        fail(f"--data {name}: can't be loaded{remedy} [{reason[:300]}]")
+    return {part: [(f"{name if file else name + ' ' + part} row {number}", row)
+                   for number, row in rows] for part, rows in parts.items()}
 
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"} | dict.fromkeys(
@@ -328,7 +331,7 @@ TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"} | dict.fromkeys
 def _read_file(path):
     """(where, row) pairs of JSON lines, where a bad line stops the program, or of a table."""
     if path.suffix in TABLES:
-        return _load_dataset(TABLES[path.suffix], str(path))["train"]
+        return _load_dataset(str(path))["train"]
     rows = []
     try:
         with open(path, encoding="utf-8-sig", newline="\n") as lines:
@@ -356,18 +359,20 @@ def _json_row(line, where):
 
 
 def encode(tokenizer, rows, cfg, name="questions"):
-    """Set each row's `prompt_ids`; drop (and count) the rows longer than --max_prompt_len."""
+    """Set each row's `prompt_ids` and what these have `opened`; drop (and count) the rows longer
+    than --max_prompt_len."""
     builtin = cfg.data == "words" and is_builtin(cfg.model)
     instruction = "" if builtin else f"\n{INSTRUCTION}"
-    for row in rows:
-        if tokenizer.chat_template:
-            row.prompt_ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": row.question + instruction}],
-                add_generation_prompt=True, return_dict=False,
-            )
-        else:
-            text = PLAIN_PROMPT.format(question=row.question, instruction=instruction)
-            row.prompt_ids = tokenizer(text).input_ids
+    for start in range(0, len(rows), 1000):
+        part = rows[start : start + 1000]
+        try:
+            texts, ids = common.prompts(tokenizer, [row.question + instruction for row in part])
+        except Exception as error:  # whatever a chat template meets in a question
+            fail(f"--model {cfg.model}: its chat template fails at one of questions {start + 1} to "
+                 f"{start + len(part)} ({error})")
+        for row, text, prompt_ids in zip(part, texts, ids):
+            row.prompt_ids = prompt_ids
+            row.opened = "<think>" if text.rstrip().endswith("<think>") else ""
     kept = [row for row in rows if len(row.prompt_ids) <= cfg.max_prompt_len]
     if name and len(kept) < len(rows):
         say(f"notice: {len(rows) - len(kept)} of {len(rows)} {name} dropped, longer than "
@@ -444,7 +449,7 @@ def _tiny_tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|#+|[\s\S]"), "isolated")
-    corpus = [PLAIN_PROMPT.format(question="", instruction="") + " wait\nwait 0123456789+-*=."]
+    corpus = [common.PLAIN_PROMPT.format("") + " wait\nwait 0123456789+-*=."]
     corpus += [f"Question: {r['question']}{r['answer']}" for r in sum(rewards.words_split(), [])]
     pieces = sorted({piece for text in corpus for piece, _ in split.pre_tokenize_str(text)})
     vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
@@ -556,7 +561,8 @@ class Scorer:
             except ValueError as error:
                 fail(f"--reward_model: {error}; lower --max_new_tokens")
             scores = list(itertools.chain(*common.from_all_ranks(part)))
-        total = rewards.score(batch.texts, golds, self.weights, scores)
+        turns = [q.opened + text for q, text in zip(batch.questions, batch.texts)]
+        total = rewards.score(turns, golds, self.weights, scores)
         right = []
         for text, gold in zip(batch.texts, golds):
             right.append(math.nan if gold is None else float(rewards.is_correct(text, gold)))

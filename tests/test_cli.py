@@ -21,6 +21,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+import common
 import experiment
 import dapo
 import grpo
@@ -553,6 +554,18 @@ def changed(name, change):
     return spoil
 
 
+def holding_json(name, **values):
+    """A fault: a file of settings has other ones."""
+    def spoil(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return spoil
+
+
+TURNS = b"{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+ENDLESS = b"{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+
+
 def few_rows(folder):
     """A fault: the tokenizer has more tokens than the model."""
     models.save_folder(folder, models.tiny_model(vocab_size=2))
@@ -584,12 +597,43 @@ BROKEN = {
     "template-broken": holding("chat_template.jinja", b"{% for m in messages %}"),
     "template-refuses": holding("chat_template.jinja", b"{{ raise_exception('not me') }}"),
     "template-is-deaf": holding("chat_template.jinja", b"hello"),
+    "template-type": holding("chat_template.jinja", b"{{ 1 + 'a' }}"),
+    "template-zero": holding("chat_template.jinja", b"{{ 1 / 0 }}"),
+    "template-range": holding("chat_template.jinja", b"{% for i in range(10**9) %}{% endfor %}"),
+    "template-recursion": holding("chat_template.jinja", b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+    "template-endless": holding("chat_template.jinja", ENDLESS),
+    "template-endless-prompt": holding("chat_template.jinja", TURNS + b"{% if add_generation_prompt"
+                                       b" %}" + ENDLESS + b"{% endif %}"),
+    "template-named": holding_json("tokenizer_config.json", chat_template=[
+        {"name": "tools", "template": TURNS.decode()}]),
+    "template-a-number": holding_json("tokenizer_config.json", chat_template=7),
+    "template-of-parts": holding("chat_template.jinja", TURNS.replace(
+        b"m.content", b"m.content[0]['text']")),
+    "template-of-answers": holding("chat_template.jinja", b"{% for m in messages if m.role != 'user'"
+                                   b" %}{{ m.content }}{% endfor %}"),
+    **{f"config-{key}-{value}"[:40]: holding_json("config.json", **{key: value}) for key, value in [
+        ("hidden_size", "large"), ("num_hidden_layers", -1), ("num_attention_heads", 0),
+        ("vocab_size", None), ("vocab_size", 1.5), ("max_position_embeddings", "many"),
+        ("rope_parameters", [1]), ("rope_parameters", {"rope_type": "spiral"}),
+        ("layer_types", ["full"]), ("hidden_act", "warp"), ("model_type", ["qwen3"]),
+        ("dtype", "float7"), ("_attn_implementation", "wormhole"), ("eos_token_id", "end"),
+        ("quantization_config", {"quant_method": "none"}), ("quantization_config", 4),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}), ("architectures", 3),
+        ("tie_word_embeddings", "no"), ("loaded_dtype", "float7"), ("nanopo", {}),
+        ("attn_implementation", "wormhole"), ("torch_dtype", 32), ("text_config", 3),
+    ]},
+    "generation-a-list": holding("generation_config.json", b"[]"),
+    "generation-not-json": holding("generation_config.json", b"{"),
+    **{f"generation-{key}-{value}": holding_json("generation_config.json", **{key: value})
+       for key, value in [("eos_token_id", "end"), ("eos_token_id", [[1]]), ("eos_token_id", 1.5),
+                          ("eos_token_id", 10**9), ("temperature", "hot"), ("max_length", "long")]},
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN.keys())
-def test_broken_model_folders(refused, folder, fault):
+def test_broken_model_folders(refused, folder, fault, monkeypatch):
     """Above all a model must never be completed with random weights in silence."""
+    monkeypatch.setattr(common, "TEMPLATE_SECONDS", 0.3)
     fault(folder)
     assert str(folder) in refused(grpo, *SHORT, "--model", folder)
 
