@@ -10,9 +10,11 @@ import hashlib
 import itertools
 import math
 import os
+import signal
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +39,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from jinja2 import TemplateError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -287,11 +288,55 @@ def load_tokenizer(path):
     if not tokenizer("1 + 1 = 2").input_ids:  # what AutoTokenizer makes of a folder without one
         fail(f"{path}: holds no tokenizer; copy the tokenizer files of the model there")
     try:
-        stop_ids(tokenizer, GenerationConfig())
-    except (TemplateError, IndexError) as error:
-        fail(f"{path}: its chat template does not take a question and an answer ({error}); mend or "
-             "remove it")
+        with time_limit(TEMPLATE_SECONDS):
+            stop_ids(tokenizer, GenerationConfig())
+            if "QUESTION" not in prompts(tokenizer, ["QUESTION"])[0][0]:
+                raise ValueError("it leaves the question out")
+    except Exception as error:  # a template is a program: it can raise anything, or go on for ever
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        fail(f"{path}: its chat template does not take a question and an answer ({reason}); mend "
+             "or remove it")
     return tokenizer
+
+
+TEMPLATE_SECONDS = 5  # for one question and its answer
+
+
+@contextmanager
+def time_limit(seconds):
+    """TimeoutError in what takes longer (where the system has such a clock: not on Windows)."""
+    def ring(*_):
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    clock = hasattr(signal, "setitimer")
+    if clock:
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if clock:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+PLAIN_PROMPT = "Question: {}\nAnswer:\n"  # for a tokenizer without a template
+
+
+def prompts(tokenizer, questions):
+    """Questions -> (texts, token ids) of the prompts that ask for an answer: in the words of the
+    chat template, if there is one."""
+    if not tokenizer.chat_template:
+        texts = [PLAIN_PROMPT.format(question) for question in questions]
+        rows = tokenizer(texts).input_ids
+        ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
+        for row in rows:
+            while row and row[-1] in ends:  # some tokenizers append it, and the text goes on
+                row.pop()
+        return texts, rows
+    turns = [[{"role": "user", "content": question}] for question in questions]
+    texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return texts, tokenizer(texts, add_special_tokens=False).input_ids
 
 
 def stop_ids(tokenizer, generation_config):
@@ -308,6 +353,15 @@ def stop_ids(tokenizer, generation_config):
         first = tokenizer(end.lstrip(), add_special_tokens=False).input_ids[:1]
         ids |= {i for i in first if i in tokenizer.added_tokens_decoder}
     return sorted(ids)
+
+
+def special_ids(tokenizer):
+    """The set of ids that no answer holds. The unknown token is some word; <think> and </think> are
+    part of an answer, whatever the tokenizer calls them."""
+    added = tokenizer.added_tokens_decoder.items()
+    ids = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    think = {i for i, token in added if token.content in ("<think>", "</think>")}
+    return ids - think - {tokenizer.unk_token_id}
 
 
 def load_policy(path, dtype, gradient_checkpointing=False):
@@ -386,6 +440,7 @@ class Sampler:
         self.rows_at_once = cfg.rollout_batch or self._rows_that_fit(
             cfg.max_prompt_len + cfg.max_new_tokens)
         self.stop_ids = stop_ids(tokenizer, self.model.generation_config)
+        self.special_ids = special_ids(tokenizer)
         self.loaded_generation_config = self.model.generation_config
         # A checkpoint's own top_k, top_p and penalties leak into every call, even beside a config
         # of ours, unless they are replaced.
@@ -426,10 +481,13 @@ class Sampler:
         return padded([q.prompt_ids for q in questions], self.pad)
 
     def decode(self, tokens, mask):
-        """(N, T) tokens -> N texts without special tokens. Ids beyond the tokenizer become ''."""
-        lengths = mask.sum(-1).tolist()
-        rows = [row[:n] for row, n in zip(tokens.tolist(), lengths)]
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        """(N, T) tokens -> N texts, each up to its first special token: there a turn ends, and what
+        stood on both sides of it must not grow together. Ids beyond the tokenizer become ''."""
+        rows = []
+        for row, length in zip(tokens.tolist(), mask.sum(-1).tolist()):
+            ends = (i for i in range(length) if row[i] in self.special_ids)
+            rows.append(row[: next(ends, length)])
+        return self.tokenizer.batch_decode(rows)
 
     def truncated(self, tokens):
         """(N,) float32: 1 where no stop token came. (Not "as long as the limit": an answer may
@@ -463,7 +521,8 @@ class Sampler:
         logits processors of the first chunk."""
         cache = DynamicCache(config=self.model.config)
         one_go = not repeatable(cache)  # then each row runs its own prompt, and none leaves
-        if ids.shape[1] > 1 and not one_go:  # its keys and values serve G rows
+        if ids.shape[1] > 1 and not one_go:
+            # The prompt runs once, and its keys and values serve G answers.
             # All but its last token: generate() feeds that one itself, to get the first logits.
             self.model.base_model(
                 input_ids=ids[:, :-1], attention_mask=mask[:, :-1],

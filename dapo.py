@@ -33,7 +33,10 @@ class Config:
 
     # what is trained, and on what
     model: str = flag("tiny", "tiny, tiny-moe (built in), a hub name or a folder")
-    data: str = flag("gsm8k", "words (built in), gsm8k, a .jsonl file or a folder of them")
+    data: str = flag("gsm8k", "words (built in), gsm8k, a .jsonl or .parquet file or a folder")
+    question_column: str = flag("question", "what the file calls a question, e.g. problem")
+    answer_column: str = flag("answer", "and an answer or its solution: solution, final_answer")
+    skip_unusable: bool = flag(False, "train without the rows whose answer no reward can check")
     out_dir: str = flag("", "where the run goes; empty: a fresh numbered folder in runs/")
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")

@@ -209,7 +209,6 @@ def is_builtin(name):
 # --- questions -----------------------------------------------------------------------------------
 
 INSTRUCTION = "Reason step by step, then give the answer on a last line as: #### <number>"
-PLAIN_PROMPT = "Question: {question}{instruction}\nAnswer:\n"  # for a tokenizer without a template
 
 
 @dataclass
@@ -220,107 +219,160 @@ class Question:
     answer: str  # the worked solution, "" without one
     gold: str = None  # its last number or LaTeX value; None: nothing can be right or wrong
     prompt_ids: list = None  # token ids of the whole prompt, set by `encode`
+    opened: str = ""  # "<think>" where the prompt ends with it: the answer's first word
 
 
 @dataclass
 class Data:
-    """The questions of a run. No question is in two of the three."""
+    """The questions of a run. No question is in two of the three, unless a notice says so."""
 
     train: list
     heldout: list  # from the training file: what curves are drawn on
     test: list  # read once, at the end
-    repeats: int = 0  # rows of the training file that repeat a question and are left out
+    notices: list  # what of the files is not used, and other surprises, in words
 
 
-def load_questions(name, reward, eval_size, needs_gold=""):
+def load_questions(cfg, needs_gold=""):
     """--data -> `Data`. Of a question that the training file repeats the last is used.
 
     needs_gold: what goes by right and wrong, so that every row must have a gold answer.
     """
-    if name == "words":
-        train, heldout, test = rewards.words_split()
-        repeats = 0
+    if rewards.NEEDS_GOLD & set(rewards.parse_reward(cfg.reward)):
+        needs_gold = f"--reward {cfg.reward}"
+    notices = []
+    if cfg.data == "words":
+        parts = [[(f"--data {cfg.data}", row) for row in part] for part in rewards.words_split()]
+        train, heldout, test = (_usable(part, cfg, needs_gold, notices) for part in parts)
     else:
-        rows, test = _read_data(name)
-        train = list({row["question"]: row for row in rows}.values())  # each question once
-        repeats = len(rows) - len(train)
+        rows, test = (_usable(part, cfg, needs_gold, notices) for part in _read_data(cfg.data))
+        train = list({q.question: q for q in rows}.values())  # each question once
+        if len(train) < len(rows):
+            notices.append(f"{len(rows) - len(train)} rows of --data {cfg.data} repeat a question "
+                           "and are left out")
         random.Random(0).shuffle(train)  # the same questions are held out for every seed
-        size = min(eval_size, len(train) // 10 or 1)
+        size = min(cfg.eval_size, len(train) // 10 or 1)
         heldout, train = train[:size], train[size:]
-    if rewards.NEEDS_GOLD & set(rewards.parse_reward(reward)):
-        needs_gold = f"--reward {reward}"
-    data = Data(*([_question(row, name, needs_gold) for row in rows]
-                  for rows in (train, heldout[:eval_size], test)), repeats)
     if not train:
-        fail(f"--data {name}: nothing left to train on after holding out {len(heldout)} rows")
-    return data
+        fail(f"--data {cfg.data}: nothing left to train on after holding out {len(heldout)} rows")
+    known = {q.question for q in train + heldout}
+    seen = sum(q.question in known for q in test)
+    if seen:
+        notices.append(f"{seen} of the {len(test)} test questions are in the training file, too: "
+                       "what is reached on them at the end says little of new ones")
+    return Data(train, heldout[: cfg.eval_size], test, notices)
 
 
-def _question(row, name, needs_gold):
-    gold = rewards.gold_answer(row)
-    if needs_gold and gold is None:
-        fail(f"{row.get('where', f'--data {name}')}: no answer that says what is right "
-             f"('#### 18'), which {needs_gold} goes by")
-    return Question(row["question"], "" if row.get("answer") is None else str(row["answer"]), gold)
+def _usable(rows, cfg, needs_gold, notices):
+    """(where, row) pairs in the order of their file -> `Question`s. Rows that no reward can check
+    stop the program; with --skip_unusable they are left out, and `notices` says so."""
+    questions, faults = [], []
+    for where, row in rows:
+        text, answer = row.get(cfg.question_column), row.get(cfg.answer_column)
+        if not isinstance(text, str):
+            fail(f"{where}: {cfg.question_column!r} holds no text; --question_column names another "
+                 f"column of {', '.join(row)[:200]}")
+        gold = rewards.gold_answer({"answer": answer})
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+            faults.append(f"{where}: {cfg.answer_column!r} is no text or number: {str(answer)[:40]}")
+        elif gold is None and needs_gold:
+            faults.append(f"{where}: {cfg.answer_column!r} doesn't say what is right ('#### 18'), "
+                          f"which {needs_gold} goes by; --answer_column names another column of "
+                          f"{', '.join(row)[:200]}")
+        else:
+            questions.append(Question(text, "" if answer is None else str(answer), gold))
+    if faults:
+        told = f"{faults[0]} ({len(faults)} of {len(rows)} rows are so)"
+        if not cfg.skip_unusable:
+            fail(f"{told}; --skip_unusable leaves them out")
+        notices.append(f"left out: {told}")
+    return questions
 
 
 def _read_data(name):
-    """(training rows, test rows) of `gsm8k`, a .jsonl file or a folder with train.jsonl."""
+    """(training rows, test rows) of `gsm8k`, a file or a folder: (where, row) pairs, in order."""
     path = Path(name)
     if os.path.isfile(path):
-        return _read_jsonl(path), []
+        return _read_file(path), []
     if os.path.isdir(path) and (path / "train.jsonl").is_file():
         test = path / "test.jsonl"
-        return _read_jsonl(path / "train.jsonl"), _read_jsonl(test) if test.is_file() else []
+        return _read_file(path / "train.jsonl"), _read_file(test) if test.is_file() else []
     if name != "gsm8k" and not os.path.isdir(path):
         fail(f"--data {name}: no such file or folder (built in: words, gsm8k)")
-    import datasets  # 1 s of imports, for the hub only
+    parts = _load_dataset(name)
+    if "train" not in parts:
+        fail(f"--data {name}: has no part called train, only {', '.join(parts)}; name a file of it")
+    return parts["train"], parts.get("test", [])
 
-    hub = "openai/gsm8k" if name == "gsm8k" else name
+
+def _load_dataset(name):
+    """{part: (where, row) pairs}, by `datasets`, of a folder, the hub, or one of the TABLES."""
+    import datasets  # 1 s of imports, for these only
+
+    datasets.disable_progress_bars()
+    kind, file = "openai/gsm8k" if name == "gsm8k" else name, None
+    if os.path.isfile(name):
+        kind, file = TABLES[Path(name).suffix], name
     try:
-        parts = datasets.load_dataset(hub, "main")
-        return parts["train"].to_list(), parts["test"].to_list()
-    except (OSError, ValueError, LookupError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        fail(f"--data {name}: can't be loaded; offline, give a .jsonl file or a folder with "
-             f"train.jsonl [{reason}]")
+        main = not file and "main" in datasets.get_dataset_config_names(kind)  # as GSM8K calls it
+        parts = datasets.load_dataset(kind, "main" if main else None, data_files=file)
+        parts = {part: list(enumerate(rows.to_list(), 1)) for part, rows in parts.items()}
+    except Exception as error:  # a foreign file can make it raise anything
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "" if file else "; offline, give a .jsonl file or a folder with train.jsonl"
+        fail(f"--data {name}: can't be loaded{remedy} [{reason[:300]}]")
+    return {part: [(f"{name if file else name + ' ' + part} row {number}", row)
+                   for number, row in rows] for part, rows in parts.items()}
 
 
-def _read_jsonl(path):
-    """Rows of a JSON-lines file; a bad line stops the program with its number."""
+TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"} | dict.fromkeys(
+    (".gz", ".bz2", ".xz", ".zst"), "json")  # for `datasets`; what is compressed holds JSON lines
+
+
+def _read_file(path):
+    """(where, row) pairs of JSON lines, where a bad line stops the program, or of a table."""
+    if path.suffix in TABLES:
+        return _load_dataset(str(path))["train"]
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        with open(path, encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path} line {number}"
+                    rows.append((where, _json_row(line, where)))
     except (UnicodeDecodeError, OSError) as error:
         fail(f"{path}: not a readable text file ({error})")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-                json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
-            except (ValueError, RecursionError) as error:
-                fail(f"{path} line {number}: not JSON ({str(error)[:100]})")
-            if not isinstance(row, dict) or not isinstance(row.get("question"), str):
-                fail(f"{path} line {number}: wants an object with a text field 'question'")
-            rows.append(row | {"where": f"{path} line {number}"})
     if not rows:
         fail(f"{path}: holds no rows; wants one JSON object a line with 'question' and 'answer'")
     return rows
 
 
+def _json_row(line, where):
+    try:
+        row = json.loads(line)
+        if "\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
+    except (ValueError, RecursionError) as error:
+        fail(f"{where}: not JSON ({str(error)[:100]})")
+    if not isinstance(row, dict):
+        fail(f"{where}: wants a JSON object with 'question' and 'answer', not {str(row)[:50]}")
+    return row
+
+
 def encode(tokenizer, rows, cfg, name="questions"):
-    """Set each row's `prompt_ids`; drop (and count) the rows longer than --max_prompt_len."""
+    """Set each row's `prompt_ids` and what these have `opened`; drop (and count) the rows longer
+    than --max_prompt_len."""
     builtin = cfg.data == "words" and is_builtin(cfg.model)
     instruction = "" if builtin else f"\n{INSTRUCTION}"
-    for row in rows:
-        if tokenizer.chat_template:
-            row.prompt_ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": row.question + instruction}],
-                add_generation_prompt=True, return_dict=False,
-            )
-        else:
-            text = PLAIN_PROMPT.format(question=row.question, instruction=instruction)
-            row.prompt_ids = tokenizer(text).input_ids
+    for start in range(0, len(rows), 1000):
+        part = rows[start : start + 1000]
+        try:
+            texts, ids = common.prompts(tokenizer, [row.question + instruction for row in part])
+        except Exception as error:  # whatever a chat template meets in a question
+            fail(f"--model {cfg.model}: its chat template fails at one of questions {start + 1} to "
+                 f"{start + len(part)} ({error})")
+        for row, text, prompt_ids in zip(part, texts, ids):
+            row.prompt_ids = prompt_ids
+            row.opened = "<think>" if text.rstrip().endswith("<think>") else ""
     kept = [row for row in rows if len(row.prompt_ids) <= cfg.max_prompt_len]
     if name and len(kept) < len(rows):
         say(f"notice: {len(rows) - len(kept)} of {len(rows)} {name} dropped, longer than "
@@ -345,7 +397,7 @@ def questions_at(rows, cursor, count, seed):
 # --- the built-in model and the cold start -------------------------------------------------------
 
 
-def builtin_folder(cfg):
+def builtin_folder(cfg, train):
     """The folder of the tiny model after its cold start: made on first use, then cached.
 
     Called before the processes join: the first one to take the lock builds, the others find it.
@@ -356,7 +408,7 @@ def builtin_folder(cfg):
     settings = [cfg.model, cfg.data, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
     made_by = [settings, cfg.eval_size, cfg.max_prompt_len, cfg.micro_tokens, code]
     if cfg.data != "words":  # those are made by the code
-        made_by.append(load_questions(cfg.data, cfg.reward, cfg.eval_size).train)
+        made_by.append(train)
     text = repr([made_by, torch.__version__, transformers.__version__])
     folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(f"{folder}.lock"):
@@ -368,7 +420,6 @@ def builtin_folder(cfg):
             common.seed_all(cfg.seed, "init")
             config = _tiny_config(cfg.model, tokenizer)
             model = AutoModelForCausalLM.from_config(config).to(common.device())
-            train = load_questions(cfg.data, cfg.reward, cfg.eval_size).train
             lessons = cold_start_lessons(encode(tokenizer, train, cfg, ""), cfg)
             cold_start(model, tokenizer, lessons, cfg)
             check_law(common.Sampler(model, "", tokenizer, cfg))
@@ -398,7 +449,7 @@ def _tiny_tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|#+|[\s\S]"), "isolated")
-    corpus = [PLAIN_PROMPT.format(question="", instruction="") + " wait\nwait 0123456789+-*=."]
+    corpus = [common.PLAIN_PROMPT.format("") + " wait\nwait 0123456789+-*=."]
     corpus += [f"Question: {r['question']}{r['answer']}" for r in sum(rewards.words_split(), [])]
     pieces = sorted({piece for text in corpus for piece, _ in split.pre_tokenize_str(text)})
     vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
@@ -510,7 +561,8 @@ class Scorer:
             except ValueError as error:
                 fail(f"--reward_model: {error}; lower --max_new_tokens")
             scores = list(itertools.chain(*common.from_all_ranks(part)))
-        total = rewards.score(batch.texts, golds, self.weights, scores)
+        turns = [q.opened + text for q, text in zip(batch.questions, batch.texts)]
+        total = rewards.score(turns, golds, self.weights, scores)
         right = []
         for text, gold in zip(batch.texts, golds):
             right.append(math.nan if gold is None else float(rewards.is_correct(text, gold)))
@@ -1297,16 +1349,18 @@ def set_up(cfg, file, needs_gold=""):
     kept = Path(cfg.out_dir) / "start"  # weights after a cold start
     begun = bool(cfg.resume and cfg.cold_start and (kept.exists() or checkpoints(kept.parent)))
     start = str(kept)
-    if not begun:
-        start = builtin_folder(cfg) if cfg.model in BUILTIN else find_model(cfg.model)
-    data = load_questions(cfg.data, cfg.reward, cfg.eval_size, needs_gold)
+    if not begun and cfg.model not in BUILTIN:
+        start = find_model(cfg.model)
+    data = load_questions(cfg, needs_gold)
+    if not begun and cfg.model in BUILTIN:
+        start = builtin_folder(cfg, data.train)
     common.start_processes(cfg.dtype, cfg.prompts_per_step)
     # By rank 0: over a network the others may not see the newest files yet.
     start, begun = common.from_all_ranks((start, begun))[0]
     run = Run(cfg, Path(file).stem)
     tokenizer = common.load_tokenizer(start)
-    if data.repeats:
-        say(f"notice: {data.repeats} rows of --data {cfg.data} repeat a question and are left out")
+    for notice in data.notices:
+        say(f"notice: {notice}")
     data.train = encode(tokenizer, data.train, cfg, "train questions")
     data.heldout = encode(tokenizer, data.heldout, cfg, "heldout questions")
     data.test = encode(tokenizer, data.test, cfg, "test questions")

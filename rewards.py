@@ -109,6 +109,8 @@ def _value(text):
     """What an answer says: a Fraction, or normalised LaTeX text, or None for a broken number."""
     if len(text) > MAX_ANSWER:
         return None
+    if text.isascii() and text.isdigit():  # as most golds are: no need to look further
+        return Fraction(int(text))
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     spaced = FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text)
@@ -139,8 +141,11 @@ def _is_unit(tail):
 
 
 def gold_answer(row):
-    """A row's bare gold or None: after the last `####` of its `answer`, or a one-line `answer`."""
-    gold = str(row.get("answer", "")).rpartition("####")[2].strip()
+    """A row's bare gold or None: what its `answer` has after the last `####`, else in the last
+    \\boxed{}, else a one-line `answer` itself."""
+    answer = str(row.get("answer", ""))
+    _, marker, rest = answer.rpartition("####")
+    gold = (rest if marker else _last_box(answer) or answer).strip()
     return gold if "\n" not in gold and _value(gold) is not None else None
 
 

@@ -236,7 +236,7 @@ def small_critic(seed, quick, out):
     if not (home / "final" / "config.json").is_file():
         cold = 20 if quick else grpo.TINY["cold_start"]
         cfg = grpo.Config(**grpo.TINY | dict(seed=seed, cold_start=1))
-        tiny = experiment.builtin_folder(cfg)
+        tiny = experiment.builtin_folder(cfg, experiment.load_questions(cfg).train)
         config = transformers.AutoConfig.from_pretrained(tiny)
         config.update(dict(hidden_size=16, num_hidden_layers=1, intermediate_size=64, head_dim=4))
         config.layer_types = config.layer_types[:1]

@@ -5,6 +5,7 @@ A user who mistypes meets no traceback: exit status 2 and one line on stderr, wh
 """
 
 import dataclasses
+import gzip
 import inspect
 import json
 import os
@@ -12,12 +13,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import datasets
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+import common
 import experiment
 import dapo
 import grpo
@@ -84,7 +88,7 @@ def refused(capsys):
 # --- the flags -----------------------------------------------------------------------------------
 
 COMMON = """
-    model data out_dir seed resume steps prompts_per_step group_size max_prompt_len max_new_tokens
+    model data question_column answer_column skip_unusable out_dir seed resume steps prompts_per_step group_size max_prompt_len max_new_tokens
     temperature rollout_batch reward reward_model lr lr_warmup max_grad_norm minibatches epochs
     micro_tokens cold_start cold_start_lr dtype gradient_checkpointing eval_every eval_size
     test_size save_every keep samples wandb
@@ -308,9 +312,9 @@ def test_a_question_that_comes_twice_is_used_once(capsys):
     """Else it could be held out and trained on; the answer that comes last counts."""
     Path("twice.jsonl").write_bytes(GOOD + ROWS + ROWS)
     cfg = parse(grpo, *SHORT, "--data", "twice.jsonl")
-    data = experiment.load_questions(cfg.data, cfg.reward, cfg.eval_size)
+    data = experiment.load_questions(cfg)
     asked = [row.question for row in [*data.train, *data.heldout]]
-    assert len(set(asked)) == len(asked) == 20 and data.repeats == 21
+    assert len(set(asked)) == len(asked) == 20
     grpo.train(cfg)
     assert "21 rows of --data twice.jsonl repeat a question" in capsys.readouterr().out
 
@@ -323,6 +327,151 @@ def test_data_files_that_are_fine(content):
     Path("good.jsonl").write_bytes(content)
     grpo.train(parse(grpo, *SHORT, "--data", "good.jsonl"))
 
+
+# --- files as people have them -------------------------------------------------------------------
+
+def problem(i):
+    """A row in the words of MATH; its gold is in the box."""
+    return {"problem": f"What is {i} + 1?", "solution": f"One more than {i}\nis $\\boxed{{{i + 1}}}$."}
+
+
+PROBLEMS = [problem(i) for i in range(20)]
+COLUMNS = "--question_column problem --answer_column solution".split()
+
+
+def write_as(form, rows, stem):
+    """Write rows as a file of this form; its path."""
+    path, lines = Path(stem + form), "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if form == ".jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif form == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif form == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+FORMS = [".jsonl", ".jsonl.gz", ".parquet", ".json"]
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path):
+    """load(data, *flags): what a run would train on."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    return lambda data, *flags: experiment.load_questions(parse(grpo, *SHORT, "--data", data, *flags))
+
+
+@every_form
+def test_other_columns_in_other_files(load, form):
+    data = load(write_as(form, PROBLEMS, "math"), *COLUMNS)
+    got = {q.question: (q.gold, q.answer) for q in [*data.train, *data.heldout]}
+    assert got == {row["problem"]: (str(i + 1), row["solution"]) for i, row in enumerate(PROBLEMS)}
+    assert not data.notices and not data.test
+
+
+@every_form
+def test_parts_of_a_folder(load, form):
+    """Held-out questions come from the training file."""
+    Path("folder").mkdir()
+    write_as(form, PROBLEMS, "folder/train")
+    write_as(form, [problem(77)], "folder/test")
+    data = load("folder", *COLUMNS)
+    assert [q.gold for q in data.test] == ["78"] and len(data.train + data.heldout) == 20
+
+
+@pytest.mark.parametrize("flags, named", [
+    ([], "--question_column"), (COLUMNS[:2], "--answer_column"), (COLUMNS[2:], "--question_column"),
+])
+@every_form
+def test_a_column_that_is_not_there(load, refused, form, flags, named):
+    """The line tells what there is and how to name it."""
+    line = refused(grpo, *SHORT, "--data", write_as(form, PROBLEMS, "math"), *flags)
+    assert f"math{form}" in line and named in line and "problem, solution" in line
+
+
+@pytest.mark.parametrize("answer", [True, ["18"], {"value": 18}], ids=repr)
+@every_form
+def test_answers_that_are_no_text(load, refused, form, answer):
+    """Their repr, "['18']", could never be right."""
+    rows = [{"question": f"Q{i}?", "answer": answer} for i in range(3)]
+    line = refused(grpo, *SHORT, "--data", write_as(form, rows, "odd"), "--reward", "marker_format")
+    assert f"odd{form} " in line and "'answer' is no text" in line and "3 of 3 rows" in line
+
+
+@pytest.mark.parametrize("question", [None, 7])
+@every_form
+def test_questions_that_are_no_text(load, refused, form, question):
+    rows = [{"question": question, "answer": "#### 18"}] * 3
+    assert "'question' holds no text" in refused(
+        grpo, *SHORT, "--data", write_as(form, rows, "odd"), "--skip_unusable")
+
+
+UNUSABLE = [{"question": f"Q{i}?", "answer": "No\nidea" if i % 5 == 3 else f"#### {i}"}
+            for i in range(40)]
+
+
+@every_form
+def test_the_first_row_without_a_gold(load, refused, form):
+    """In the file's order, and how many there are."""
+    line = refused(grpo, *SHORT, "--data", write_as(form, UNUSABLE, "some"))
+    where = "line 4" if form == ".jsonl" else "row 4"
+    assert f"some{form} {where}: " in line and "8 of 40 rows" in line and "--skip_unusable" in line
+
+
+@every_form
+def test_rows_without_a_gold_can_be_left_out(load, form):
+    data = load(write_as(form, UNUSABLE, "some"), "--skip_unusable")
+    assert {q.gold for q in data.train + data.heldout} == {str(i) for i in range(40) if i % 5 != 3}
+    (notice,) = data.notices
+    assert "left out" in notice and "8 of 40 rows" in notice
+
+
+def test_what_is_left_out_is_said(capsys):
+    write_as(".jsonl", UNUSABLE, "some")
+    grpo.train(parse(grpo, *SHORT, "--data", "some.jsonl", "--skip_unusable"))
+    assert "notice: left out: some.jsonl line 4" in capsys.readouterr().out
+
+
+@every_form
+def test_a_test_file_of_training_questions(load, form):
+    """Here all of them; what is reached at the end would be taken for new."""
+    Path("folder").mkdir()
+    for part in ("train", "test"):
+        write_as(form, PROBLEMS, f"folder/{part}")
+    (notice,) = load("folder", *COLUMNS).notices
+    assert "20 of the 20 test questions are in the training file" in notice
+
+
+@pytest.mark.parametrize("form, content", [
+    (".parquet", b"PAR1"), (".jsonl.gz", b"question"), (".jsonl.gz", gzip.compress(GOOD + b"{\n")),
+    (".json", b"[1, 2"), (".csv", b""),
+])
+def test_files_that_are_broken(load, refused, form, content):
+    Path(f"bad{form}").write_bytes(content)
+    assert f"--data bad{form}" in refused(grpo, *SHORT, "--data", f"bad{form}")
+
+
+def test_a_folder_without_a_train_part(load, refused):
+    Path("folder").mkdir()
+    write_as(".parquet", PROBLEMS, "folder/test")
+    line = refused(grpo, *SHORT, "--data", "folder", *COLUMNS)
+    assert "--data folder" in line and "train" in line and "test" in line
+
+
+def test_a_million_rows_take_no_time(load):
+    """A minute for 1,000,000; a fiftieth of it here. In seconds of the processor: it is shared."""
+    solution = "She makes 9 * 2 = $<<9*2=18>>18 every day at the market.\n" * 4
+    rows = [{"question": f"{i}. " + "How much does she make? " * 10, "answer": f"{solution}#### {i}"}
+            for i in range(20_000)]
+    path, start = write_as(".jsonl", rows, "many"), time.process_time()
+    load(path)
+    assert time.process_time() - start < 60 / 50
+
+
+# --- rows that need no gold ----------------------------------------------------------------------
 
 @pytest.mark.parametrize("script", [grpo, gspo, ppo])
 def test_no_gold_is_needed_by_a_rule_about_form(script):
@@ -405,6 +554,18 @@ def changed(name, change):
     return spoil
 
 
+def holding_json(name, **values):
+    """A fault: a file of settings has other ones."""
+    def spoil(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return spoil
+
+
+TURNS = b"{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+ENDLESS = b"{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+
+
 def few_rows(folder):
     """A fault: the tokenizer has more tokens than the model."""
     models.save_folder(folder, models.tiny_model(vocab_size=2))
@@ -436,12 +597,43 @@ BROKEN = {
     "template-broken": holding("chat_template.jinja", b"{% for m in messages %}"),
     "template-refuses": holding("chat_template.jinja", b"{{ raise_exception('not me') }}"),
     "template-is-deaf": holding("chat_template.jinja", b"hello"),
+    "template-type": holding("chat_template.jinja", b"{{ 1 + 'a' }}"),
+    "template-zero": holding("chat_template.jinja", b"{{ 1 / 0 }}"),
+    "template-range": holding("chat_template.jinja", b"{% for i in range(10**9) %}{% endfor %}"),
+    "template-recursion": holding("chat_template.jinja", b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+    "template-endless": holding("chat_template.jinja", ENDLESS),
+    "template-endless-prompt": holding("chat_template.jinja", TURNS + b"{% if add_generation_prompt"
+                                       b" %}" + ENDLESS + b"{% endif %}"),
+    "template-named": holding_json("tokenizer_config.json", chat_template=[
+        {"name": "tools", "template": TURNS.decode()}]),
+    "template-a-number": holding_json("tokenizer_config.json", chat_template=7),
+    "template-of-parts": holding("chat_template.jinja", TURNS.replace(
+        b"m.content", b"m.content[0]['text']")),
+    "template-of-answers": holding("chat_template.jinja", b"{% for m in messages if m.role != 'user'"
+                                   b" %}{{ m.content }}{% endfor %}"),
+    **{f"config-{key}-{value}"[:40]: holding_json("config.json", **{key: value}) for key, value in [
+        ("hidden_size", "large"), ("num_hidden_layers", -1), ("num_attention_heads", 0),
+        ("vocab_size", None), ("vocab_size", 1.5), ("max_position_embeddings", "many"),
+        ("rope_parameters", [1]), ("rope_parameters", {"rope_type": "spiral"}),
+        ("layer_types", ["full"]), ("hidden_act", "warp"), ("model_type", ["qwen3"]),
+        ("dtype", "float7"), ("_attn_implementation", "wormhole"), ("eos_token_id", "end"),
+        ("quantization_config", {"quant_method": "none"}), ("quantization_config", 4),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}), ("architectures", 3),
+        ("tie_word_embeddings", "no"), ("loaded_dtype", "float7"), ("nanopo", {}),
+        ("attn_implementation", "wormhole"), ("torch_dtype", 32), ("text_config", 3),
+    ]},
+    "generation-a-list": holding("generation_config.json", b"[]"),
+    "generation-not-json": holding("generation_config.json", b"{"),
+    **{f"generation-{key}-{value}": holding_json("generation_config.json", **{key: value})
+       for key, value in [("eos_token_id", "end"), ("eos_token_id", [[1]]), ("eos_token_id", 1.5),
+                          ("eos_token_id", 10**9), ("temperature", "hot"), ("max_length", "long")]},
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN.keys())
-def test_broken_model_folders(refused, folder, fault):
+def test_broken_model_folders(refused, folder, fault, monkeypatch):
     """Above all a model must never be completed with random weights in silence."""
+    monkeypatch.setattr(common, "TEMPLATE_SECONDS", 0.3)
     fault(folder)
     assert str(folder) in refused(grpo, *SHORT, "--model", folder)
 

@@ -296,7 +296,7 @@ def worker(folder):
             "--model", folder, "--data", f"{folder}/data.jsonl", "--out_dir", out, "--steps", "1",
             "--prompts_per_step", "8", "--minibatches", "2", "--eval_size", "1",
             "--max_new_tokens", "16", *flags])
-        questions = experiment.load_questions(cfg.data, cfg.reward, cfg.eval_size).train
+        questions = experiment.load_questions(cfg).train
         experiment.encode(tokenizer, questions, cfg)
         cfg.max_prompt_len = max(len(question.prompt_ids) for question in questions)
         with contextlib.ExitStack() as blocks:

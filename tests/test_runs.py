@@ -367,7 +367,7 @@ def test_a_model_that_fails_the_check_is_not_cached(tmp_path, monkeypatch):
     cfg = grpo.Config(**grpo.TINY | dict(cold_start=1, seed=77, max_new_tokens=4, eval_size=4))
     monkeypatch.setattr(experiment, "cold_start", lambda *_: common.fail("made anew"))
     with pytest.raises(SystemExit):
-        experiment.builtin_folder(cfg)
+        experiment.builtin_folder(cfg, experiment.load_questions(cfg).train)
 
 
 @every_script

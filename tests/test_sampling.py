@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from safetensors.torch import load_file
 
 import common
 import experiment
+import rewards
 from models import (FOLDERS, REFUSED, VOCAB, WORDS, gradient, save_folder, settings, tiny_model,
                     tiny_tokenizer)
 from oracles import check
@@ -255,6 +257,47 @@ def test_decode_stops_at_the_mask_and_drops_special_tokens(stopping):
     assert sampler.decode(tokens, mask) == ["w20", "w22 w23 w24 w25"]
 
 
+def test_decode_cuts_at_the_first_special_token(qwen):
+    """Dropped, it let both sides grow together: "#### 1<|im_start|>8" was paid as 18."""
+    sampler, tokenizer = sampler_of(qwen), common.load_tokenizer(qwen)
+    for text, answer in (("#### 1<|im_start|>8", "1"), ("#### 18<|im_start|>user\n#### 7", "18"),
+                         ("#### 18", "18")):
+        tokens = torch.tensor([tokenizer(text).input_ids])
+        (decoded,) = sampler.decode(tokens, torch.ones_like(tokens))
+        assert rewards.extract_answer(decoded) == answer
+        assert rewards.is_correct(decoded, "18") is (answer == "18")
+
+
+def test_thinking_is_no_end_of_a_turn(qwen):
+    """Some tokenizers call <think> special; think_format has to see it."""
+    tokenizer = common.load_tokenizer(qwen)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    sampler = sampler_of(qwen)
+    sampler.tokenizer, sampler.special_ids = tokenizer, common.special_ids(tokenizer)
+    text = "<think>16+2</think>\n#### 18"
+    tokens = torch.tensor([tokenizer(text + "<|im_end|>").input_ids])
+    assert sampler.decode(tokens, torch.ones_like(tokens)) == [text]
+
+
+def test_an_unknown_word_is_no_end_of_a_turn(stopping):
+    sampler = sampler_of(stopping("qwen3"))
+    assert sampler.decode(torch.tensor([[20, 2, 21]]), torch.ones(1, 3)) == ["w20 <unk> w21"]
+
+
+@pytest.mark.parametrize("opening, opened", [
+    ("<think>\n", "<think>"), ("<think>", "<think>"), ("<think>\n\n</think>\n\n", ""), ("", "")])
+def test_think_format_knows_what_the_prompt_opened(qwen, opening, opened):
+    tokenizer = common.load_tokenizer(qwen)
+    tokenizer.chat_template = TEMPLATE.replace("assistant\n{%", f"assistant\n{opening}{{%")
+    (row,) = experiment.encode(tokenizer, questions("How many? <think>"), settings(
+        max_prompt_len=512))
+    assert row.opened == opened
+    row.gold, once, twice = "18", "16+2</think>\n#### 18", "<think>16+2</think>\n#### 18"
+    score = experiment.Scorer(SimpleNamespace(reward="think_format", reward_model=""))
+    paid, _ = score(SimpleNamespace(questions=[row, row], texts=[once, twice]))
+    assert paid.tolist() == ([1, 0] if opened else [0, 1])
+
+
 # --- a folder in the shape of Qwen2.5-0.5B -------------------------------------------------------
 
 TEMPLATE = (
@@ -311,8 +354,7 @@ def test_prompts_without_a_template(hostile):
     """A base model has none: the plain form (open-r1 #85)."""
     tokenizer = common.load_tokenizer(hostile("qwen3"))
     (row,) = experiment.encode(tokenizer, questions("w20 w21"), settings())
-    plain = experiment.PLAIN_PROMPT.format(
-        question="w20 w21", instruction=f"\n{experiment.INSTRUCTION}")
+    plain = common.PLAIN_PROMPT.format(f"w20 w21\n{experiment.INSTRUCTION}")
     assert row.prompt_ids == tokenizer(plain).input_ids and 20 in row.prompt_ids
 
 
@@ -392,6 +434,32 @@ def test_tokenizer_without_pad_borrows_the_end_token(tmp_path):
     tokenizer = common.load_tokenizer(tokenizer_folder)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1 and len(tokenizer) == WORDS
     assert answers(sampler_of(tokenizer_folder), MIXED)
+
+
+@pytest.mark.parametrize("end", ["eos", "sep"])
+def test_an_end_token_that_is_appended_ends_no_prompt(tmp_path, end):
+    """The model would be asked to go on after the end of the text (T5's tokenizer, BERT's)."""
+    tokenizer = tiny_tokenizer(sep_token="w59")
+    ending = {"eos": "<eos>", "sep": "w59"}[end]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"w58 $A {ending}", special_tokens=[("w58", 58), (ending, {"eos": 1, "sep": 59}[end])])
+    tokenizer = common.load_tokenizer(save_folder(tmp_path, tokenizer=tokenizer))
+    (row,) = experiment.encode(tokenizer, questions("w20 w21"), settings())
+    plain = tokenizer(common.PLAIN_PROMPT.format(f"w20 w21\n{experiment.INSTRUCTION}")).input_ids
+    assert plain[-1] in (1, 59) and row.prompt_ids == plain[:-1] and row.prompt_ids[0] == 58
+
+
+@pytest.mark.parametrize("template", ["", TEMPLATE], ids=["plain", "template"])
+def test_many_prompts_are_as_each_alone(qwen, template):
+    """They are tokenised a thousand at a time."""
+    tokenizer = common.load_tokenizer(qwen)
+    tokenizer.chat_template = template
+    rows = questions(*(f"How many are {i}?" for i in range(1003)))
+    experiment.encode(tokenizer, rows, settings(max_prompt_len=512))
+    for i in (0, 7, 999, 1000, 1002):
+        (alone,) = experiment.encode(tokenizer, questions(f"How many are {i}?"), settings(
+            max_prompt_len=512))
+        assert rows[i].prompt_ids == alone.prompt_ids
 
 
 def test_tokenizer_without_end_token_is_refused(tmp_path, capsys):

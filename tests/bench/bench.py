@@ -133,8 +133,8 @@ def make_folder(shape):
 def prompt_texts(folder):
     """The questions in the words that `experiment.encode` would put them."""
     lines = (folder / "questions.jsonl").read_text().splitlines()
-    return [experiment.PLAIN_PROMPT.format(question=json.loads(line)["question"],
-                                       instruction=f"\n{experiment.INSTRUCTION}") for line in lines]
+    return [common.PLAIN_PROMPT.format(f"{json.loads(line)['question']}\n{experiment.INSTRUCTION}")
+            for line in lines]
 
 
 def steer(model, case, width):
