@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -50,6 +51,9 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+# The argument of a forward pass that takes the cache, by the name that 5.24 gave it or the old one.
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 
 huggingface_hub.utils.logging.set_verbosity_error()
 transformers.utils.logging.set_verbosity_error()
@@ -526,7 +530,7 @@ class Sampler:
             # All but its last token: generate() feeds that one itself, to get the first logits.
             self.model.base_model(
                 input_ids=ids[:, :-1], attention_mask=mask[:, :-1],
-                position_ids=positions(mask[:, :-1]), cache=cache, use_cache=True,
+                position_ids=positions(mask[:, :-1]), use_cache=True, **{CACHE: cache},
             )
             cache.batch_repeat_interleave(group_size)
         ids, mask = ids.repeat_interleave(group_size, 0), mask.repeat_interleave(group_size, 0)
@@ -537,8 +541,8 @@ class Sampler:
             config = self.config(left if one_go else min(CHUNK, left), greedy)
             try:
                 new = self.model.generate(
-                    ids, attention_mask=mask, cache=cache, generation_config=config,
-                    logits_processor=None if done else watch,
+                    ids, attention_mask=mask, generation_config=config,
+                    logits_processor=None if done else watch, **{CACHE: cache},
                 )[:, ids.shape[1] :]
             except RuntimeError as error:
                 if not any(x in str(error) for x in ("probability tensor", "device-side assert")):
@@ -863,7 +867,8 @@ def response_states(model, input_ids, attention_mask, response_len, groups):
     body, ids, mask = model.base_model, input_ids, attention_mask
     cache = None if groups is None else DynamicCache(config=model.config)
     # Gradient checkpointing runs layers a second time, which would append to the cache again.
-    twice = cache and model.training and model.is_activation_checkpointing
+    checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    twice = cache and model.training and checkpointed
     if cache is None or twice or not repeatable(cache):
         out = body(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)
         return out.last_hidden_state[:, width - 1 : -1]  # the state before a token predicts it
@@ -873,14 +878,14 @@ def response_states(model, input_ids, attention_mask, response_len, groups):
     prompt = (one, slice(width))
     last = body(  # of a prompt: the state that predicts the first token of each answer
         input_ids=ids[prompt], attention_mask=mask[prompt], position_ids=place[prompt],
-        cache=cache, use_cache=True,
+        use_cache=True, **{CACHE: cache},
     ).last_hidden_state[group, -1:]
     if response_len == 1:
         return last
     cache.batch_select_indices(group)  # each answer gets the keys and values of its prompt
     rest = body(  # all answers but their last tokens, which predict nothing
         input_ids=ids[:, width:-1], attention_mask=mask[:, :-1], position_ids=place[:, width:-1],
-        cache=cache, use_cache=True,
+        use_cache=True, **{CACHE: cache},
     ).last_hidden_state
     return torch.cat([last, rest], 1)
 

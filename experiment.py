@@ -1533,7 +1533,7 @@ def _leaving_logps(model, ids, mask, cells):
     def states(rows, columns):
         return model.base_model(
             input_ids=ids[rows, columns], attention_mask=mask[rows, : columns.stop],
-            position_ids=place[rows, columns], cache=cache, use_cache=True,
+            position_ids=place[rows, columns], use_cache=True, **{common.CACHE: cache},
         ).last_hidden_state
 
     every, stay = slice(None), torch.tensor([0, 2, 3], device=ids.device)
