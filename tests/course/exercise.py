@@ -576,6 +576,9 @@ def main():
     args = arguments()
     if args.command == "make":
         return make(args.folder, args.algorithms, args.level, args.hints)
+    import torch
+
+    torch.set_num_threads(1)  # the same work whatever else the machine does
     kind, words = protection()
     if args.untrusted and kind == "none":
         print(f"error: --untrusted: {words}", file=sys.stderr)
