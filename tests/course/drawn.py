@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from oracles import normal
+from problems import SCRIPTS
 
 # --- inputs --------------------------------------------------------------------------------------
 
@@ -51,13 +52,13 @@ def value_loss(rng):
     return new, old, normal(rng, *mask.shape), mask, weights(rng, mask), 0.3
 
 
-def head(rng):
+def head(rng, entropy):
     layer = torch.nn.Linear(5, 11, bias=False).double()
     with torch.no_grad():
         layer.weight.copy_(normal(rng, 11, 5))
     hidden = normal(rng, 7, 5).requires_grad_()
     return layer, hidden, torch.tensor(rng.integers(0, 11, size=7)), float(rng.uniform(0.5, 2)), \
-        "grad"
+        entropy
 
 
 def left_padded(rng):
@@ -102,10 +103,9 @@ def wide(rng):
 DRAWS = [  # problem, function, what is drawn, arguments
     *((f"{s}.group_advantages", "group_advantages", "groups", rewards)
       for s in ("grpo", "dapo", "gspo")),
-    *((f"{s}.token_weights", "token_weights", "rows", lambda rng: (masks(rng),))
-      for s in ("grpo", "dapo", "gspo", "ppo")),
+    *((f"{s}.token_weights", "token_weights", "rows", lambda rng: (masks(rng),)) for s in SCRIPTS),
     *((f"{s}.token_weights", "token_weights", "total",
-       lambda rng: (masks(rng), int(rng.integers(50, 99)))) for s in ("grpo", "dapo", "gspo", "ppo")),
+       lambda rng: (masks(rng), int(rng.integers(50, 99)))) for s in SCRIPTS),
     ("dapo.token_weights", "answer_weights", "answers",
      lambda rng: (masks(rng), int(rng.integers(7, 20)))),
     ("grpo.policy_loss", "policy_loss", "plain", lambda rng: clipped(rng, [rng.uniform(0.1, 0.4)])),
@@ -123,7 +123,8 @@ DRAWS = [  # problem, function, what is drawn, arguments
     ("ppo.whiten", "whiten", "answers", lambda rng: (normal(rng, 6, 7), masks(rng))),
     ("ppo.value_loss", "value_loss", "answers", value_loss),
     ("common.response_mask", "response_mask", "tokens", tokens),
-    ("common.head_logps", "head_logps", "logits", head),
+    *(("common.head_logps", "head_logps", entropy, lambda rng, entropy=entropy: head(rng, entropy))
+      for entropy in ("off", "value", "grad")),
     ("common.head_logps", "positions", "padding", left_padded),
     ("rewards.extract_answer", "extract_answer", "strict", lambda rng: (text(rng),)),
     ("rewards.extract_answer", "extract_answer", "lenient", lambda rng: (text(rng), True)),

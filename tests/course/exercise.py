@@ -216,18 +216,17 @@ def handout(algorithms, level):
 GATE = re.compile(r"test_drawn\[")  # right values on inputs that nobody has seen before
 
 
-def grade_functions(student, problems, seed, limit, kind):
+def grade_functions(student, problems, seed, limit, box):
     """A result for each problem: the house's tests, each in the name of one problem alone."""
     from standin import Grader, Remote
 
-    with Sandbox(kind) as box:
-        remotes = {problem: Remote(box, lay_out(problem, student[f"{problem.module}.py"]),
-                                   problem.module, limit)
-                   for problem in problems if f"{problem.module}.py" in student}
-        grader = Grader(remotes)
-        if remotes:
-            run_tests(grader, sorted({p.module for p in remotes}), seed, [HERE / "drawn.py"])
-    # from here on no process of the submission lives
+    remotes = {problem: Remote(box, lay_out(problem, student[f"{problem.module}.py"]),
+                               problem.module, limit)
+               for problem in problems if f"{problem.module}.py" in student}
+    grader = Grader(remotes)
+    if remotes:
+        run_tests(grader, sorted({p.module for p in remotes}), seed, [HERE / "drawn.py"])
+    box.sweep()  # from here on no process of the submission lives
     return [score(p, grader.results[p], remotes[p].dead) if p in remotes else
             result(p.name, p.points, [], f"no {p.module}.py") for p in problems]
 
@@ -338,14 +337,9 @@ def warm_start():
     return folder
 
 
-WARM = "--model {model} --data words"  # its settings are the tiny model's
-
-
-def runs_box(kind):
-    """(a sandbox that shows the warm start, the warm start's place in it)."""
-    folder = warm_start()
-    inside = f"/shared/{folder.name}" if kind == "namespaces" else str(folder)
-    return Sandbox(kind, shared=[folder]), inside
+def from_warm(box):
+    """Flags of a run from the warm start, which the sandbox shows; its settings are TINY's."""
+    return f"--model {box.shown(warm_start())} --data words"
 
 
 def table_of(files):
@@ -364,19 +358,17 @@ def loop_arguments(seed):
             "--eval_size 8 --test_size 1 --save_every 2 --lr_warmup 4 --micro_tokens 900")
 
 
-def grade_loop(student, script, seed, kind):
+def grade_loop(student, script, seed, box):
     """The student's three steps beside the solution's: metrics.csv, stage by stage."""
     trouble, rows = f"no {script}.py", []
-    box, model = runs_box(kind)
-    with box:
-        arguments = f"{WARM.format(model=model)} {loop_arguments(seed)}"
-        said, ours, _ = run_script(box, house_files(), script, arguments, 60, ["metrics.csv"])
-        if said:
-            raise SystemExit(f"error: the solution does not run: {said}")
-        if f"{script}.py" in student:
-            trouble, theirs, _ = run_script(box, beside_ours(student, script), script, arguments,
-                                            60, ["metrics.csv"])
-            rows = table_of(theirs)
+    arguments = f"{from_warm(box)} {loop_arguments(seed)}"
+    said, ours, _ = run_script(box, house_files(), script, arguments, 60, ["metrics.csv"])
+    if said:
+        raise SystemExit(f"error: the solution does not run: {said}")
+    if f"{script}.py" in student:
+        trouble, theirs, _ = run_script(box, beside_ours(student, script), script, arguments,
+                                        60, ["metrics.csv"])
+        rows = table_of(theirs)
     right, results = table_of(ours), []
     for stage, (points, columns) in LOOP_POINTS.items():
         checks = [(c, *same_column(c, rows, right)) for c in columns.split()
@@ -401,53 +393,61 @@ def same_column(name, rows, right):
     return True, ""
 
 
-def grade_learning(student, script, kind):
+def grade_learning(student, script, box):
     """Whether the student's script learns the built-in task: three seeds, judged by our own
     evaluation of the weights it leaves in final/, after its last process has ended."""
     steps, wanted = LEARN[script]
     if f"{script}.py" not in student:
         return result(f"{script}.learns", LEARN_POINTS, [], f"no {script}.py")
-    checks, weights = [], "final/model.safetensors"
-    box, model = runs_box(kind)
-    start = {p.name: p.read_bytes() for p in warm_start().iterdir() if p.suffix != ".safetensors"}
-    with box:
-        for seed in range(3):
-            message, files, cpu = run_script(
-                box, beside_ours(student, script), script, f"{WARM.format(model=model)} --steps "
-                f"{steps} --seed {seed} --eval_every 1000 --eval_size 8 --test_size 1 "
-                "--save_every 1000", LEARN_SECONDS, [weights])
-            reached = 0.0
-            if not message and weights in files:
-                judged = house_files() | {f"model/{name}": x for name, x in start.items()}
-                judged["model/model.safetensors"] = files[weights]
-                message, files, _ = run_script(
-                    box, judged, "grpo", f"{WARM.format(model='model')} --steps 0 --eval_size 256 "
-                    "--test_size 1", 60, ["metrics.csv"])
-                rows = table_of(files)
-                reached = float(rows[0]["eval_sampled"]) if rows else 0.0
-            good = reached >= wanted
-            checks.append((f"seed {seed}: {reached:.3f} after {steps} steps, {cpu:.0f} CPU s", good,
-                           "" if good else message or
-                           f"{reached:.3f} of the held-out questions, wanted {wanted}"))
+    checks = []
+    for seed in range(3):
+        reached, message, cpu = learned(student, script, box, steps, seed)
+        good = reached >= wanted
+        checks.append((f"seed {seed}: {reached:.3f} after {steps} steps, {cpu:.0f} CPU s", good,
+                       "" if good else message or
+                       f"{reached:.3f} of the held-out questions, wanted {wanted}"))
     share = sum(good for _, good, _ in checks) / 3
     return result(f"{script}.learns", LEARN_POINTS, checks, "", share)
+
+
+def learned(student, script, box, steps, seed):
+    """(accuracy after `steps` steps, why it is 0, CPU seconds)."""
+    weights = "final/model.safetensors"
+    message, files, cpu = run_script(
+        box, beside_ours(student, script), script, f"{from_warm(box)} --steps {steps} "
+        f"--seed {seed} --eval_every 1000 --eval_size 8 --test_size 1 --save_every 1000",
+        LEARN_SECONDS, [weights])
+    if message or weights not in files:
+        return 0.0, message or "it left no final/", cpu
+    judged = house_files() | {f"model/{p.name}": p.read_bytes() for p in warm_start().iterdir()}
+    judged["model/model.safetensors"] = files[weights]
+    message, files, more = run_script(
+        box, judged, "grpo", "--model model --data words --steps 0 --eval_size 256 --test_size 1",
+        60, ["metrics.csv"])
+    rows = table_of(files)
+    return float(rows[0]["eval_sampled"]) if rows else 0.0, message, cpu + more
 
 
 # --- report --------------------------------------------------------------------------------------
 
 
-def grade(folder, algorithms, level, seed, limit, training, kind):
+def sandbox_for(kind, level, training):
+    """The sandbox of one submission."""
+    return Sandbox(kind, shared=[warm_start()] if training or level == "loop" else [])
+
+
+def grade(folder, algorithms, level, seed, limit, training, box):
     """All results."""
     if not folder.is_dir():
         raise SystemExit(f"error: {folder}: no such folder")
     student, results = submission(folder), []
     if level == "functions":
-        results += grade_functions(student, chosen(algorithms), seed, limit, kind)
+        results += grade_functions(student, chosen(algorithms), seed, limit, box)
     else:
         for script in scripts_of(algorithms):
-            results += grade_loop(student, script, seed, kind)
+            results += grade_loop(student, script, seed, box)
     if training:
-        results += [grade_learning(student, s, kind) for s in scripts_of(algorithms)]
+        results += [grade_learning(student, s, box) for s in scripts_of(algorithms)]
     return results
 
 
@@ -576,6 +576,9 @@ def main():
     args = arguments()
     if args.command == "make":
         return make(args.folder, args.algorithms, args.level, args.hints)
+    import torch
+
+    torch.set_num_threads(1)  # the same work whatever else the machine does
     kind, words = protection()
     if args.untrusted and kind == "none":
         print(f"error: --untrusted: {words}", file=sys.stderr)
@@ -591,8 +594,9 @@ def main():
         return grade_class(folders, args.csv, args.jobs, options, args.hidden_seed)
     if len(args.folder) > 1:
         raise SystemExit("error: more than one folder: name a table, --csv grades.csv")
-    results = grade(args.folder[0].resolve(), args.algorithms, args.level, args.hidden_seed,
-                    args.time_limit, not args.skip_training, kind)
+    with sandbox_for(kind, args.level, not args.skip_training) as box:
+        results = grade(args.folder[0].resolve(), args.algorithms, args.level, args.hidden_seed,
+                        args.time_limit, not args.skip_training, box)
     say(results, args.hidden_seed)
     if args.json:
         report = {"hidden_seed": args.hidden_seed, "points": sum(r["points"] for r in results),

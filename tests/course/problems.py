@@ -161,8 +161,7 @@ head_logps(head, hidden (n, d), targets (n,), temperature, entropy) -> (logp (n,
 3. entropy "off": None. "grad": minus the sum of p log p. "value": the same without a gradient.
 positions: 0 on the first real token, then 1, 2, ...; padding on the left must not shift them, and
 no position is negative.
-""", r"test_token_logps_(by_hand|peers)|token_logps.*\[(qwen2|gpt2)[-\]]|test_entropy_costs|"
-        r"test_log_probs_are|test_positions"),
+""", "test_token_logps_(by_hand|peers)|test_log_probs_are|test_positions"),
     Problem("rewards", ("extract_answer", "_last_box"), 10, 40, """
 extract_answer:
 1. Cut the text where NEXT_QUESTION first matches: a model likes to go on asking itself.

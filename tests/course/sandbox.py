@@ -54,7 +54,7 @@ LIMITS = {  # of a student's process; those of files hold for all its processes 
 class Sandbox:
     """One sandbox: `worker` answers calls of functions, `run` runs a script, `close` ends all.
 
-    `shared`: folders that the student's code may read. `heavy`: import torch before the first order.
+    shared: folders that the student's code may read; heavy: import torch before the first order.
     """
 
     def __init__(self, kind, shared=(), heavy=True):
@@ -102,6 +102,16 @@ class Sandbox:
             return {"code": 1, "words": f"the sandbox broke: {error}", "cpu": 0, "files": {}}
         finally:
             link.close()
+
+    def sweep(self):
+        """End every process that the orders up to now left; return once they are gone."""
+        link = self.order(do="sweep")
+        link.recv(1)
+        link.close()
+
+    def shown(self, folder):
+        """The place in the sandbox of one of the `shared` folders."""
+        return f"/shared/{folder.name}" if self.kind == "namespaces" else str(folder)
 
     def close(self):
         """End every process; return once they are gone."""
@@ -339,6 +349,8 @@ def first_process(settings):
         import worker  # once, for all forks
 
         worker.import_heavy()
+    if settings["kind"] == "namespaces":  # what one order leaves must not meet the next
+        mount("none", "/", None, MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     control = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -357,7 +369,7 @@ def first_process(settings):
                 control.close()
                 be_student(settings, work, order, link, lambda: be_worker(order, link))
             children.append(child)
-        else:
+        elif order["do"] == "run":
             run(settings, work, order, link, control, children)
         link.close()
 

@@ -81,12 +81,19 @@ sys.meta_path.insert(0, Hook())
 }
 
 
+@pytest.fixture(scope="module")
+def box():
+    """One sandbox for all: it imports torch once, and what one cheat leaves must not help the next."""
+    with Sandbox(KIND) as box:
+        yield box
+
+
 @pytest.mark.parametrize("what", CHEATS)
 @pytest.mark.slow
-def test_a_cheat_gets_nothing(what):
+def test_a_cheat_gets_nothing(box, what):
     text, points = CHEATS[what]
     start = time.monotonic()
-    (result,) = exercise.grade_functions({"grpo.py": text.encode()}, [KL], 7, 3, KIND)
+    (result,) = exercise.grade_functions({"grpo.py": text.encode()}, [KL], 7, 3, box)
     assert result["points"] == points, result
     assert time.monotonic() - start < 120
 
@@ -129,11 +136,11 @@ def command(pid):
 
 @pytest.mark.parametrize("code, words", [
     ("raise ValueError('why')", "ValueError: why"),
-    ("while True: print(1)", "over the limit of 3 s of CPU time"),
+    ("while True: print(1)", "over the limit of 1 s of CPU time"),
     ("import os; os._exit(3)", "exit status 3"), ("print(1)", "")])
 def test_a_script_that_goes_wrong_ends_with_its_last_words(code, words):
     with Sandbox(KIND, heavy=False) as box:
-        said, _, _ = exercise.run_script(box, {"grpo.py": code.encode()}, "grpo", "", 3)
+        said, _, _ = exercise.run_script(box, {"grpo.py": code.encode()}, "grpo", "", 1)
     assert words in said if words else said == ""
 
 

@@ -1,6 +1,5 @@
 """Course: exercise.py makes a folder without the solution and grades what comes back."""
 
-import json
 import re
 import subprocess
 import sys
@@ -11,26 +10,29 @@ import pytest
 
 import exercise
 from problems import LEARN, PROBLEMS, SCRIPTS, STAGES
-
+from sandbox import Sandbox, protection
 
 ROOT = exercise.ROOT
 FULL = {p.name: p.points for p in PROBLEMS}
 
 
-def run(*arguments):
-    command = [sys.executable, Path(exercise.__file__), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def box():
+    """One sandbox for all: it imports torch once."""
+    with Sandbox(protection()[0]) as box:
+        yield box
 
 
-def grade(folder, *arguments):
-    """(points by problem, problem -> result, what was printed)."""
-    report = folder.parent / f"{folder.name}.json"
-    printed = run("grade", folder, "--skip-training", "--json", report, "--junit",
-                  report.with_suffix(".xml"), "--time-limit", "5", *arguments)
-    results = {r["name"]: r for r in json.loads(report.read_text())["problems"]}
-    return {name: r["points"] for name, r in results.items()}, results, printed
+@pytest.fixture
+def grade(box, capsys):
+    """folder -> (points by problem, problem -> result, what is printed)."""
+    def grade(folder, algorithms=("shared", *SCRIPTS)):
+        results = exercise.grade(folder, algorithms, "functions", 7, 2, False, box)
+        capsys.readouterr()
+        exercise.say(results, 7)
+        by_name = {r["name"]: r for r in results}
+        return {n: r["points"] for n, r in by_name.items()}, by_name, capsys.readouterr().out
+    return grade
 
 
 def solution(folder, **changes):
@@ -51,7 +53,7 @@ def solution(folder, **changes):
 @pytest.fixture(scope="module")
 def handout(tmp_path_factory):
     out = tmp_path_factory.mktemp("make") / "student"
-    run("make", out)
+    exercise.make(out, ["shared", *SCRIPTS], "functions")
     return out
 
 
@@ -96,8 +98,9 @@ def test_docstrings_and_hints_take_the_place_of_bodies(handout):
     for problem in PROBLEMS:
         assert 2 <= len(exercise.comment(problem.hints, "    ")) + 1 <= 25, problem.name
     for level in ("functions", "loop"):
-        for text in exercise.student_files(SCRIPTS, level)[0].values():
-            assert max(map(len, text.splitlines())) <= 100
+        for name, text in exercise.student_files(SCRIPTS, level)[0].items():
+            new = set(text.splitlines()) - set((ROOT / name).read_text().splitlines())
+            assert max(map(len, new), default=0) <= 100
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path):
@@ -122,7 +125,7 @@ def test_public_tests_pass_on_the_solution_and_name_mistakes(handout, tmp_path):
     for file in (handout / "tests").iterdir():
         (folder / "tests" / file.name).write_text(file.read_text())
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--tb=short", "-p",
-                           "no:cacheprovider", "tests"], cwd=folder, capture_output=True, text=True)
+                           "no:cacheprovider", "tests", "-k", "grpo"], cwd=folder, capture_output=True, text=True)
     failed = re.findall(r"^FAILED \S+\[(\S+?)-", done.stdout, re.M)
     assert set(failed) == {"grpo.group_advantages"}
     assert "looks like the standard deviation without Bessel's correction" in done.stdout
@@ -131,22 +134,22 @@ def test_public_tests_pass_on_the_solution_and_name_mistakes(handout, tmp_path):
 # --- grade ---------------------------------------------------------------------------------------
 
 
-def test_the_solution_gets_full_marks(tmp_path):
+def test_the_solution_gets_full_marks(grade, tmp_path):
     points, results, printed = grade(solution(tmp_path / "right"))
     assert points == FULL
     assert f"{sum(FULL.values())} of {sum(FULL.values())}" in printed
-    suites = ElementTree.parse(tmp_path / "right.xml").getroot()
+    suites = ElementTree.fromstring(exercise.junit(results.values()))
     assert [s.get("name") for s in suites] == [p.name for p in PROBLEMS]
     assert all(len(s) >= 2 and s.get("failures") == "0" for s in suites)
 
 
-def test_the_untouched_handout_gets_nothing(handout):
+def test_the_untouched_handout_gets_nothing(grade, handout):
     points, results, printed = grade(handout)
     assert points == dict.fromkeys(FULL, 0)
-    assert printed.count("not written yet") == len(FULL) - 2  # two have more than one function
+    assert printed.count("not written yet") == sum(len(p.functions) == 1 for p in PROBLEMS)
 
 
-def test_an_empty_folder_gets_nothing(tmp_path):
+def test_an_empty_folder_gets_nothing(grade, tmp_path):
     (tmp_path / "empty").mkdir()
     points, results, printed = grade(tmp_path / "empty")
     assert points == dict.fromkeys(FULL, 0) and printed.count("no grpo.py") == 4
@@ -165,7 +168,7 @@ PLANTED = {  # problem -> an edit of the solution, and the mistake's name where 
     "rewards.extract_answer": ('text.rpartition("####")', 'text.partition("####")', ""),
 }
 HOSTILE = {  # problem -> what its function does in place of its work, what the report says
-    "ppo.gae": ("while True:\n        pass", "over the time limit of 5 s: an endless loop"),
+    "ppo.gae": ("while True:\n        pass", "over the time limit of 2 s: an endless loop"),
     "ppo.whiten": ("for i in range(10**6):\n        print(i)", "printed more than 10,000 lines"),
     "ppo.value_loss": ("import os\n    os._exit(0)", "ended without an answer: os._exit"),
     "ppo.token_weights": ("raise SystemExit(0)", "SystemExit"),
@@ -174,7 +177,7 @@ HOSTILE = {  # problem -> what its function does in place of its work, what the 
 }
 
 
-def test_a_fault_costs_its_own_problem_only(tmp_path):
+def test_a_fault_costs_its_own_problem_only(grade, tmp_path):
     """One folder with many: planted mistakes, which are named, and files that misbehave."""
     changes = {}
     for name, (old, new, _) in PLANTED.items():
