@@ -577,7 +577,10 @@ class Scorer:
                 fail(f"--reward_model: {error}; lower --max_new_tokens")
             scores = list(itertools.chain(*common.from_all_ranks(part)))
         turns = [q.opened + text for q, text in zip(batch.questions, batch.texts)]
-        total = rewards.score(turns, golds, self.weights, scores)
+        try:
+            total = rewards.score(turns, golds, self.weights, scores)
+        except ValueError as error:
+            fail(f"{error}: nothing can be learned from that; mend the reward")
         right = []
         for text, gold in zip(batch.texts, golds):
             right.append(math.nan if gold is None else float(rewards.is_correct(text, gold)))

@@ -739,6 +739,21 @@ def test_a_text_too_long_for_the_reward_model(refused, reward_model, monkeypatch
     assert "99 tokens" in line and "--max_new_tokens" in line
 
 
+def test_a_step_without_a_group_is_said(folder, capsys):
+    """At this temperature the answers of a group are one; the step trains on nothing."""
+    dapo.train(parse(dapo, *SHORT, "--model", folder, "--temperature", 0.01, "--group_size", 2,
+                     "--overlong_buffer", 0, "--max_gen_rounds", 1))
+    assert "warning: step 1: no group was left to train on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_reward_that_is_no_number(refused, monkeypatch, value):
+    """The reward is to blame, not --lr; the answer helps to mend it. In `think_format`'s place."""
+    monkeypatch.setitem(rewards.REWARDS, "think_format", lambda *_: float(value))
+    line = refused(grpo, *SHORT, "--reward", "correct+0.5*think_format", "--out_dir", "run")
+    assert f"'think_format' gave {value} to the answer '" in line and "--lr" not in line
+
+
 @pytest.mark.parametrize("answer", [None, ""])
 def test_an_answer_that_is_none_is_not_taught(refused, answer):
     rows = [{"question": f"Q{i}", "answer": answer} for i in range(9)]
