@@ -231,17 +231,22 @@ def from_pretrained(auto_class, path, dtype=None, **changes):
     dtype None: of master weights. `changes` are to the config. Stops with one line on any fault.
     """
     try:
-        if auto_class is AutoTokenizer:
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if auto_class in (AutoTokenizer, AutoConfig):
+            return auto_class.from_pretrained(path, trust_remote_code=False)
         model = _load_model(auto_class, path, dtype, changes)
     except Exception as error:  # a foreign folder can make transformers raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         kinds = {"Unrecognized config": "not a decoder-only language model; name one",
-                 "size": "its weights and its config.json are of two models; copy it again",
+                 "mismatched_sizes": "weights and config.json are of two models; copy it again",
                  "quant": "its weights are quantised; give the folder they were made from",
-                 "lacks": "copy all of its safetensors files there"}
+                 "lacks": "copy all of its safetensors files there",
+                 "no file named": "copy its safetensors files there (.bin may hold code: convert)",
+                 "header": "its safetensors files are damaged; copy them again",
+                 "generation_config": "mend its generation_config.json, or remove it",
+                 "attn_implementation": "remove that setting from its config.json",
+                 "does not recognize": "name a model that transformers has, or update transformers"}
         hint = next((text for word, text in kinds.items() if word in str(error)),
-                    "give a folder that holds it")
+                    "mend its config.json and tokenizer files, or copy the whole folder again")
         hint = hint if Path(path).is_dir() else (
             "no such model, or the hub is out of reach; offline, download it elsewhere and "
             "give --model FOLDER (or --model tiny, which needs nothing)"
@@ -264,6 +269,11 @@ def _load_model(auto_class, path, dtype, changes):
         path, config=config, dtype=dtype or master, use_safetensors=True, trust_remote_code=False,
         output_loading_info=True,
     )
+    if (Path(path) / "generation_config.json").is_file():
+        # Raises for a broken file, where the model's own from_pretrained() goes on without it.
+        ends = GenerationConfig.from_pretrained(path).eos_token_id or []
+        if not all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends])):
+            raise ValueError(f"eos_token_id of its generation_config.json is {ends}, no token id")
     new = ("score.", "classifier.")  # a value head, which is set to zero where it is made
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(new))
     if missing:  # transformers makes up random ones and goes on

@@ -175,10 +175,24 @@ def _resumed(config_class, cfg, given):
     return config_class(**saved | {k: v for k, v in given.items() if k in MAY_CHANGE})
 
 
+NO_MODEL = {  # what a folder without a config.json may hold, and what to do then
+    "adapter_config.json": "merge the adapter into its base model (peft's merge_and_unload)",
+    "model_index.json": "a diffusion pipeline, no language model",
+    "*.gguf": "give the folder that it was made from",
+    "*.jsonl": "data is for --data",
+    "snapshots/*/config.json": "give that folder",  # in the hub's cache
+    "*/config.json": "give that folder",
+    "*.safetensors": "copy config.json and the tokenizer's files there, too",
+}
+
+
 def find_model(name, flag="model"):
     """--model -> what `from_pretrained` takes: a folder, or a hub name with its owner."""
     if os.path.isdir(name):
         if not (Path(name) / "config.json").is_file():
+            for pattern, remedy in NO_MODEL.items():
+                for found in sorted(Path(name).glob(pattern))[:1]:
+                    fail(f"--{flag} {name}: no config.json there, but {found}: {remedy}")
             fail(f"--{flag} {name}: the folder holds no config.json, so no Hugging Face model")
         if (Path(name) / "metrics.csv").is_file():
             fail(f"--{flag} {name}: that is a run; its model is {Path(name) / 'final'}")
@@ -273,7 +287,8 @@ def _usable(rows, cfg, needs_gold, notices):
                  f"column of {', '.join(row)[:200]}")
         gold = rewards.gold_answer({"answer": answer})
         if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
-            faults.append(f"{where}: {cfg.answer_column!r} is no text or number: {str(answer)[:40]}")
+            found = type(answer).__name__
+            faults.append(f"{where}: {cfg.answer_column!r} is no text or number, but a {found}")
         elif gold is None and needs_gold:
             faults.append(f"{where}: {cfg.answer_column!r} doesn't say what is right ('#### 18'), "
                           f"which {needs_gold} goes by; --answer_column names another column of "
@@ -317,7 +332,7 @@ def _load_dataset(name):
         parts = datasets.load_dataset(kind, "main" if main else None, data_files=file)
         parts = {part: list(enumerate(rows.to_list(), 1)) for part, rows in parts.items()}
     except Exception as error:  # a foreign file can make it raise anything
-        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         remedy = "" if file else "; offline, give a .jsonl file or a folder with train.jsonl"
         fail(f"--data {name}: can't be loaded{remedy} [{reason[:300]}]")
     return {part: [(f"{name if file else name + ' ' + part} row {number}", row)
@@ -562,7 +577,10 @@ class Scorer:
                 fail(f"--reward_model: {error}; lower --max_new_tokens")
             scores = list(itertools.chain(*common.from_all_ranks(part)))
         turns = [q.opened + text for q, text in zip(batch.questions, batch.texts)]
-        total = rewards.score(turns, golds, self.weights, scores)
+        try:
+            total = rewards.score(turns, golds, self.weights, scores)
+        except ValueError as error:
+            fail(f"{error}: nothing can be learned from that; mend the reward")
         right = []
         for text, gold in zip(batch.texts, golds):
             right.append(math.nan if gold is None else float(rewards.is_correct(text, gold)))
@@ -931,7 +949,8 @@ class Run:
         need, disk = saves * sum(sizes) + sizes[0] // 3, shutil.disk_usage(self.folder)
         if disk.total and disk.free < need:  # some file systems don't say
             fail(f"--out_dir {self.folder}: {disk.free / 1e6:,.1f} MB free, {saves} checkpoints "
-                 f"and the model take {need / 1e6:,.1f} MB: make room, or lower --keep")
+                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or go on "
+                 "elsewhere")
 
     def stopping(self):
         """True on all ranks as soon as one of them was told to stop (a collective)."""
@@ -1351,6 +1370,7 @@ def set_up(cfg, file, needs_gold=""):
     start = str(kept)
     if not begun and cfg.model not in BUILTIN:
         start = find_model(cfg.model)
+        common.from_pretrained(AutoConfig, start)  # a wrong name is said before a missing file
     data = load_questions(cfg, needs_gold)
     if not begun and cfg.model in BUILTIN:
         start = builtin_folder(cfg, data.train)

@@ -10,6 +10,7 @@ is 18; "18 or 20", "18 + 2", "5 = 18", "18x", "18 M" and "18 thousand" are not. 
 wants the same LaTeX text; a broken number ("3/0", "1.8.0", "nan") equals nothing.
 """
 
+import math
 import random
 import re
 from fractions import Fraction
@@ -200,13 +201,17 @@ def parse_reward(spec):
 
 
 def score(completions, golds, weights, model_scores=None):
-    """N completions, N golds (str or None), {name: weight}, N model scores -> N weighted sums."""
+    """N completions, N golds (str or None), {name: weight}, N model scores -> N weighted sums.
+    ValueError for a score that is not finite: it says which reward gave it, and to what."""
     pairs, totals = list(zip(completions, golds, strict=True)), [0.0] * len(completions)
     for name, weight in weights.items():
         if name == "model" and model_scores is None:
             raise ValueError("a weight for the reward model, but no model_scores")
         scores = model_scores if name == "model" else [REWARDS[name](*pair) for pair in pairs]
-        totals = [total + weight * s for total, s in zip(totals, scores, strict=True)]
+        for (completion, _), s in zip(pairs, scores, strict=True):
+            if not math.isfinite(s):
+                raise ValueError(f"reward {name!r} gave {s} to the answer {completion[:200]!r}")
+        totals = [total + weight * s for total, s in zip(totals, scores)]
     return totals
 
 

@@ -88,7 +88,8 @@ def refused(capsys):
 # --- the flags -----------------------------------------------------------------------------------
 
 COMMON = """
-    model data question_column answer_column skip_unusable out_dir seed resume steps prompts_per_step group_size max_prompt_len max_new_tokens
+    model data question_column answer_column skip_unusable out_dir seed resume steps
+    prompts_per_step group_size max_prompt_len max_new_tokens
     temperature rollout_batch reward reward_model lr lr_warmup max_grad_norm minibatches epochs
     micro_tokens cold_start cold_start_lr dtype gradient_checkpointing eval_every eval_size
     test_size save_every keep samples wandb
@@ -332,7 +333,7 @@ def test_data_files_that_are_fine(content):
 
 def problem(i):
     """A row in the words of MATH; its gold is in the box."""
-    return {"problem": f"What is {i} + 1?", "solution": f"One more than {i}\nis $\\boxed{{{i + 1}}}$."}
+    return {"problem": f"What is {i} + 1?", "solution": f"One more\nis $\\boxed{{{i + 1}}}$."}
 
 
 PROBLEMS = [problem(i) for i in range(20)]
@@ -361,7 +362,10 @@ every_form = pytest.mark.parametrize("form", FORMS)
 def load(monkeypatch, tmp_path):
     """load(data, *flags): what a run would train on."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
-    return lambda data, *flags: experiment.load_questions(parse(grpo, *SHORT, "--data", data, *flags))
+    def load(data, *flags):
+        return experiment.load_questions(parse(grpo, *SHORT, "--data", data, *flags))
+
+    return load
 
 
 @every_form
@@ -464,7 +468,8 @@ def test_a_folder_without_a_train_part(load, refused):
 def test_a_million_rows_take_no_time(load):
     """A minute for 1,000,000; a fiftieth of it here. In seconds of the processor: it is shared."""
     solution = "She makes 9 * 2 = $<<9*2=18>>18 every day at the market.\n" * 4
-    rows = [{"question": f"{i}. " + "How much does she make? " * 10, "answer": f"{solution}#### {i}"}
+    question = "How much does she make? " * 10
+    rows = [{"question": f"{i}. {question}", "answer": f"{solution}#### {i}"}
             for i in range(20_000)]
     path, start = write_as(".jsonl", rows, "many"), time.process_time()
     load(path)
@@ -600,7 +605,8 @@ BROKEN = {
     "template-type": holding("chat_template.jinja", b"{{ 1 + 'a' }}"),
     "template-zero": holding("chat_template.jinja", b"{{ 1 / 0 }}"),
     "template-range": holding("chat_template.jinja", b"{% for i in range(10**9) %}{% endfor %}"),
-    "template-recursion": holding("chat_template.jinja", b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+    "template-recursion": holding("chat_template.jinja",
+                                  b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
     "template-endless": holding("chat_template.jinja", ENDLESS),
     "template-endless-prompt": holding("chat_template.jinja", TURNS + b"{% if add_generation_prompt"
                                        b" %}" + ENDLESS + b"{% endif %}"),
@@ -609,8 +615,8 @@ BROKEN = {
     "template-a-number": holding_json("tokenizer_config.json", chat_template=7),
     "template-of-parts": holding("chat_template.jinja", TURNS.replace(
         b"m.content", b"m.content[0]['text']")),
-    "template-of-answers": holding("chat_template.jinja", b"{% for m in messages if m.role != 'user'"
-                                   b" %}{{ m.content }}{% endfor %}"),
+    "template-of-answers": holding("chat_template.jinja", b"{% for m in messages if m.role != "
+                                   b"'user' %}{{ m.content }}{% endfor %}"),
     **{f"config-{key}-{value}"[:40]: holding_json("config.json", **{key: value}) for key, value in [
         ("hidden_size", "large"), ("num_hidden_layers", -1), ("num_attention_heads", 0),
         ("vocab_size", None), ("vocab_size", 1.5), ("max_position_embeddings", "many"),
@@ -618,15 +624,14 @@ BROKEN = {
         ("layer_types", ["full"]), ("hidden_act", "warp"), ("model_type", ["qwen3"]),
         ("dtype", "float7"), ("_attn_implementation", "wormhole"), ("eos_token_id", "end"),
         ("quantization_config", {"quant_method": "none"}), ("quantization_config", 4),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}), ("architectures", 3),
-        ("tie_word_embeddings", "no"), ("loaded_dtype", "float7"), ("nanopo", {}),
-        ("attn_implementation", "wormhole"), ("torch_dtype", 32), ("text_config", 3),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        ("tie_word_embeddings", "no"), ("attn_implementation", "wormhole"), ("text_config", 3),
     ]},
     "generation-a-list": holding("generation_config.json", b"[]"),
     "generation-not-json": holding("generation_config.json", b"{"),
     **{f"generation-{key}-{value}": holding_json("generation_config.json", **{key: value})
        for key, value in [("eos_token_id", "end"), ("eos_token_id", [[1]]), ("eos_token_id", 1.5),
-                          ("eos_token_id", 10**9), ("temperature", "hot"), ("max_length", "long")]},
+                          ("eos_token_id", 10**9)]},
 }
 
 
@@ -636,6 +641,39 @@ def test_broken_model_folders(refused, folder, fault, monkeypatch):
     monkeypatch.setattr(common, "TEMPLATE_SECONDS", 0.3)
     fault(folder)
     assert str(folder) in refused(grpo, *SHORT, "--model", folder)
+
+
+@pytest.mark.parametrize("file, remedy", [
+    ("adapter_config.json", "merge_and_unload"), ("model.Q4_K_M.gguf", "it was made from"),
+    ("model_index.json", "diffusion"), ("train.jsonl", "for --data"),
+    ("snapshots/a1b2/config.json", f"{Path('it/snapshots/a1b2')}"),
+    ("step-000020/config.json", f"{Path('it/step-000020')}"),
+    ("model.safetensors", "copy config.json"), ("readme.txt", "holds no config.json"),
+])
+def test_folders_of_another_kind(refused, file, remedy):
+    """The line says what to do with that kind of folder."""
+    Path("it", file).parent.mkdir(parents=True)
+    Path("it", file).write_text("{}")
+    line = refused(grpo, *SHORT, "--model", "it")
+    assert "--model it: " in line and remedy in line
+
+
+@pytest.mark.parametrize("fault, remedy", [
+    ("no-weights", "copy its safetensors files"), ("weights-cut-short", "damaged; copy them again"),
+    ("a-tensor-missing", "copy all of its"), ("a-tensor-too-short", "of two models"),
+    ("config-no-causal-lm", "not a decoder-only"), ("generation-not-json", "mend its generation_"),
+    ("config-of-tomorrow", "transformers"), ("config-hidden_size-large", "mend its config.json"),
+])
+def test_the_remedy_fits_the_fault(refused, folder, fault, remedy):
+    BROKEN[fault](folder)
+    assert remedy in refused(grpo, *SHORT, "--model", folder)
+
+
+def test_the_model_is_named_before_the_data(refused, monkeypatch):
+    """Both are missing; the data has a default that nobody typed."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line = refused(grpo, "--model", "nobody/nothing")
+    assert "nobody/nothing" in line and "gsm8k" not in line
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "a/b/c"])
@@ -699,6 +737,21 @@ def test_a_text_too_long_for_the_reward_model(refused, reward_model, monkeypatch
     monkeypatch.setattr(rewards.RewardModel, "__call__", too_long)
     line = refused(grpo, *SHORT, "--reward", "model", "--reward_model", reward_model)
     assert "99 tokens" in line and "--max_new_tokens" in line
+
+
+def test_a_step_without_a_group_is_said(folder, capsys):
+    """At this temperature the answers of a group are one; the step trains on nothing."""
+    dapo.train(parse(dapo, *SHORT, "--model", folder, "--temperature", 0.01, "--group_size", 2,
+                     "--overlong_buffer", 0, "--max_gen_rounds", 1))
+    assert "warning: step 1: no group was left to train on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_reward_that_is_no_number(refused, monkeypatch, value):
+    """The reward is to blame, not --lr; the answer helps to mend it. In `think_format`'s place."""
+    monkeypatch.setitem(rewards.REWARDS, "think_format", lambda *_: float(value))
+    line = refused(grpo, *SHORT, "--reward", "correct+0.5*think_format", "--out_dir", "run")
+    assert f"'think_format' gave {value} to the answer '" in line and "--lr" not in line
 
 
 @pytest.mark.parametrize("answer", [None, ""])

@@ -281,7 +281,7 @@ def test_thinking_is_no_end_of_a_turn(qwen):
 
 def test_an_unknown_word_is_no_end_of_a_turn(stopping):
     sampler = sampler_of(stopping("qwen3"))
-    assert sampler.decode(torch.tensor([[20, 2, 21]]), torch.ones(1, 3)) == ["w20 <unk> w21"]
+    assert sampler.decode(torch.tensor([[20, 2, 21]]), torch.ones(1, 3).long()) == ["w20 <unk> w21"]
 
 
 @pytest.mark.parametrize("opening, opened", [
@@ -440,9 +440,9 @@ def test_tokenizer_without_pad_borrows_the_end_token(tmp_path):
 def test_an_end_token_that_is_appended_ends_no_prompt(tmp_path, end):
     """The model would be asked to go on after the end of the text (T5's tokenizer, BERT's)."""
     tokenizer = tiny_tokenizer(sep_token="w59")
-    ending = {"eos": "<eos>", "sep": "w59"}[end]
+    ending, number = {"eos": ("<eos>", 1), "sep": ("w59", 59)}[end]
     tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single=f"w58 $A {ending}", special_tokens=[("w58", 58), (ending, {"eos": 1, "sep": 59}[end])])
+        single=f"w58 $A {ending}", special_tokens=[("w58", 58), (ending, number)])
     tokenizer = common.load_tokenizer(save_folder(tmp_path, tokenizer=tokenizer))
     (row,) = experiment.encode(tokenizer, questions("w20 w21"), settings())
     plain = tokenizer(common.PLAIN_PROMPT.format(f"w20 w21\n{experiment.INSTRUCTION}")).input_ids
