@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +52,7 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.initialization import no_init_weights
 
 # The argument of a forward pass that takes the cache, by the name that 5.24 gave it or the old one.
 CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -127,11 +129,34 @@ def say(message):
         tqdm.write(message.encode(encoding, "replace").decode(encoding))
 
 
+_device = "auto"  # --device, see use_device
+
+
+def use_device(name, dtype):
+    """--device: compute there from now on. auto: on this process's GPU, of any kind that torch
+    knows, but on an Apple one only if it is named; else on the CPU."""
+    global _device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    here = found.type if found else "cpu"
+    if name not in ("auto", "cpu", here):
+        fail(f"--device {name}: torch finds no such device here, but {here}; leave it out")
+    _device = name
+    if device().type == "mps" and ("RANK" in os.environ or compute_dtype(dtype) != torch.float32):
+        fail("--device mps: one process, in float32, is what works there; leave out torchrun and "
+             "--dtype, or --device")
+    count = torch.accelerator.device_count()
+    if (device().index or 0) >= count > 0:
+        fail(f"process {device().index + 1} of this host finds {count} GPUs: start as many with "
+             "torchrun --nproc_per_node")
+
+
 def device():
-    """This process's GPU, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cpu")
+    """Where this process computes, see `use_device`."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or _device == "cpu" or (found.type == "mps" and _device != "mps"):
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("mps") if found.type == "mps" else torch.device(found.type, index)
 
 
 def compute_dtype(name):
@@ -139,25 +164,24 @@ def compute_dtype(name):
     always: at lr 1e-6, ten steps of AdamW move 2 % of bfloat16 weights and all float32 ones."""
     if name != "auto":
         return getattr(torch, name)
-    if device().type == "cpu":
+    if device().type in ("cpu", "mps"):
         return torch.float32
-    native = torch.cuda.is_bf16_supported(including_emulation=False)  # not on a T4
+    gpu = torch.get_device_module(device())
+    native = gpu.is_bf16_supported(including_emulation=False)  # not on a T4
     return torch.bfloat16 if native else torch.float32
 
 
 def start_processes(dtype, prompts_per_step):
     """Join the process group under torchrun; alone, make one only if weights are to be sharded."""
-    if device().type == "cuda":
-        if device().index >= torch.cuda.device_count():
-            fail(f"process {device().index + 1} of this host finds {torch.cuda.device_count()} "
-                 "GPUs: start as many with torchrun --nproc_per_node")
-        torch.cuda.set_device(device())
+    backend, here = "gloo", device().type
+    if here not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device().index)
         if dtype == "auto" and compute_dtype(dtype) == torch.float32:
             say("notice: this GPU has no native bfloat16, computing in float32")
-    elif torch.backends.mps.is_available():
-        say("notice: Apple GPUs are not used, this runs on the CPU")
-    # Gradients travel between GPUs by nccl, Python objects (the rollout) between hosts by gloo.
-    backend = "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
+        # Gradients go from GPU to GPU by nccl, Python objects (the rollout) between hosts by gloo.
+        backend = f"cpu:gloo,{here}:{dist.get_default_backend_for_device(here)}"
+    elif here == "cpu" and torch.backends.mps.is_available():
+        say("notice: this runs on the CPU; --device mps uses the Apple GPU")
     if "RANK" in os.environ:
         # Two hours: the others wait while rank 0 saves a large model.
         dist.init_process_group(backend, timeout=timedelta(hours=2))
@@ -212,6 +236,18 @@ def my_share(items):
 def full(tensor):
     """The whole tensor behind a sharded one (a collective: every rank calls it)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def share_like(tensor, parameter):
+    """The reverse of `full`: this rank's part of a whole tensor, sharded as `parameter` is."""
+    tensor = tensor.to(parameter.device, copy=True)  # not the file's own memory
+    if not hasattr(parameter, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # as in shard
+
+    mesh, places = parameter.device_mesh, parameter.placements
+    # No communication: every rank has the whole. The clone lets go of the rest.
+    return distribute_tensor(tensor, mesh, places, src_data_rank=None).clone()
 
 
 def seed_all(*numbers):
@@ -415,13 +451,26 @@ def shard(model, dtype):
     for layer in [*layers, model]:
         for parameter in layer.parameters():
             if not isinstance(parameter, torch.distributed.tensor.DTensor):
-                parameter.data = parameter.data.float()
+                # Moved first: the checkpoint's bfloat16 is half as much to move.
+                parameter.data = parameter.data.to(device()).float()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # token_logps calls the body and the head, not forward(): FSDP gathers the weights that belong
     # to no layer (embedding, head) for forward() and for methods registered with it, only.
     model.token_logps = MethodType(token_logps, model)
     register_fsdp_forward_method(model, "token_logps")
     return model
+
+
+def empty_copy(model, dtype):
+    """A plain, frozen model like the sharded `model`, which fills its weights (`Sampler.refresh`):
+    no file is read for it, which after a resume would be the float32 one once more."""
+    with torch.device(device()), no_init_weights():
+        copy = AutoModelForCausalLM.from_config(deepcopy(model.config), dtype=dtype)
+    copy.tie_weights()
+    for mine, theirs in zip(copy.buffers(), model.buffers(), strict=True):
+        mine.copy_(theirs)
+    copy.generation_config = model.generation_config
+    return copy.eval().requires_grad_(False)
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -446,11 +495,12 @@ class Sampler:
     sharded weights is 2-5 times slower and hangs when ranks finish at different lengths.
     """
 
-    def __init__(self, policy, path, tokenizer, cfg):
+    def __init__(self, policy, tokenizer, cfg):
         self.policy, self.tokenizer, self.name = policy, tokenizer, cfg.model
         self.temperature, self.max_new_tokens = cfg.temperature, cfg.max_new_tokens
         self.pad = tokenizer.pad_token_id
-        self.model = load_frozen(path, cfg.dtype) if in_group() else policy
+        self.model = empty_copy(policy, compute_dtype(cfg.dtype)) if in_group() else policy
+        self.refresh()
         self.rows_at_once = cfg.rollout_batch or self._rows_that_fit(
             cfg.max_prompt_len + cfg.max_new_tokens)
         self.stop_ids = stop_ids(tokenizer, self.model.generation_config)
@@ -462,14 +512,18 @@ class Sampler:
 
     def _rows_that_fit(self, row_tokens):
         """--rollout_batch 0: `rows_that_fit` this GPU; CPU_ROWS on a CPU."""
-        if device().type != "cuda":
+        if device().type == "cpu":
             return CPU_ROWS
         config = self.model.config
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         token = config.num_hidden_layers * kv * self.model.dtype.itemsize
-        memory = torch.cuda.get_device_properties(device()).total_memory
+        gpu = torch.get_device_module(device())
+        if device().type == "mps":  # the system's memory, of which it recommends a part
+            memory = gpu.recommended_max_memory()
+        else:
+            memory = gpu.get_device_properties(device()).total_memory
         return rows_that_fit(memory, row_tokens * token, config.vocab_size)
 
     def config(self, new_tokens, greedy=False):
@@ -933,8 +987,9 @@ class Meter:
 
     def add(self, **stats):
         """Add a micro-batch's 0-d tensors (weighted like the loss, so that they sum to a mean)."""
+        wide = torch.float32 if device().type == "mps" else torch.float64  # Apple GPUs have none
         for name, value in stats.items():
-            self.now[name] = self.now.get(name, 0.0) + value.detach().double()
+            self.now[name] = self.now.get(name, 0.0) + value.detach().to(wide)
 
     def gap(self, sampler_logp, logp, mask):
         """Note the largest |sampler - trainer| log-prob, where the sampler's was recorded."""

@@ -52,7 +52,8 @@ from common import fail, rank, say
 # --- command line --------------------------------------------------------------------------------
 
 BUILTIN = ("tiny", "tiny-moe")
-MAY_CHANGE = {"out_dir", "resume", "steps", "save_every", "keep", "samples", "wandb"}  # on --resume
+MAY_CHANGE = {  # on --resume
+    "out_dir", "resume", "steps", "save_every", "keep", "samples", "wandb", "device"}
 
 
 def flag(default, help, allowed=""):
@@ -437,7 +438,7 @@ def builtin_folder(cfg, train):
             model = AutoModelForCausalLM.from_config(config).to(common.device())
             lessons = cold_start_lessons(encode(tokenizer, train, cfg, ""), cfg)
             cold_start(model, tokenizer, lessons, cfg)
-            check_law(common.Sampler(model, "", tokenizer, cfg))
+            check_law(common.Sampler(model, tokenizer, cfg))
             with whole_folder(folder) as temporary:
                 model.save_pretrained(temporary)
                 tokenizer.save_pretrained(temporary)
@@ -680,35 +681,34 @@ def save_model(sampler, model, folder, final=False):
     sampler.tokenizer.save_pretrained(folder)
 
 
-def save_optimizer(model, optimizer, path):
-    """Write AdamW's state as whole tensors, one for each part of each parameter; rank 0 writes."""
-    from torch.distributed.checkpoint import state_dict as dcp  # a second of imports
-
-    whole, tensors = {}, {}
-    if optimizer.state:  # of an optimizer that has not stepped, torch would make one up
-        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole = dcp.get_optimizer_state_dict(model, optimizer, options=options)  # {} on ranks > 0
-    for key, parts in whole.get("state", {}).items():
-        for part, value in parts.items():
-            tensors[f"{part}.{key}"] = value.contiguous()
-    if rank() == 0:
-        save_file(tensors, path)
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
-def load_optimizer(model, optimizer, path):
-    """The reverse of `save_optimizer`, for any number of processes."""
-    from torch.distributed.checkpoint import state_dict as dcp
+def save_optimizer(model, optimizer, folder, name):
+    """Write AdamW's state as whole tensors, a file a moment: rank 0, which writes, never holds two.
+    """
+    for moment in MOMENTS:
+        tensors = {}
+        for key, parameter in model.named_parameters():
+            if parameter in optimizer.state:  # not before its first step
+                value = common.full(optimizer.state[parameter][moment])  # a collective
+                if rank() == 0:
+                    tensors[key] = value.cpu().contiguous()
+        if rank() == 0:
+            save_file(tensors, folder / f"{name}.{moment}.safetensors")
 
-    state = {}
-    with safe_open(path, "pt") as file:
-        for name in file.keys():
-            part, _, key = name.partition(".")
-            state.setdefault(key, {})[part] = file.get_tensor(name)
-    if state:  # none if nothing was trained on so far
-        group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        whole = {"state": state, "param_groups": [group | {"params": list(state)}]}
-        options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(model, optimizer, whole, options=options)
+
+def load_optimizer(model, optimizer, folder, name):
+    """The reverse of `save_optimizer`, for any number of processes: each takes its part of one
+    tensor after the other."""
+    for moment in MOMENTS:
+        with safe_open(folder / f"{name}.{moment}.safetensors", "pt") as file:
+            saved = set(file.keys())  # none if nothing was trained on so far
+            for key, parameter in model.named_parameters():
+                if key in saved:
+                    value = file.get_tensor(key)
+                    value = value if moment == "step" else common.share_like(value, parameter)
+                    optimizer.state[parameter][moment] = value
 
 
 @contextmanager
@@ -893,7 +893,7 @@ class Run:
         optimizer = common.make_optimizer(model, lr)
         self.optimizers[name] = (model, optimizer)
         if self.checkpoint:
-            load_optimizer(model, optimizer, self.checkpoint / f"{name}.safetensors")
+            load_optimizer(model, optimizer, self.checkpoint, name)
         return optimizer
 
     def save(self, sampler):
@@ -913,7 +913,7 @@ class Run:
             for name, (model, optimizer) in self.optimizers.items():
                 critic = model is not sampler.policy
                 save_model(sampler, model, temporary / "critic" if critic else temporary)
-                save_optimizer(model, optimizer, temporary / f"{name}.safetensors")
+                save_optimizer(model, optimizer, temporary, name)
             if rank() == 0:
                 logs = {name: _length_and_digest((self.folder / name).read_bytes())
                         for name in LOGS if (self.folder / name).exists()}
@@ -1122,8 +1122,8 @@ class Log:
 
     def lap(self, column=None):
         """End of a stage: the seconds since the last lap go to `column`."""
-        if common.device().type == "cuda":
-            torch.cuda.synchronize()
+        if common.device().type != "cpu":
+            torch.accelerator.synchronize()
         now = time.perf_counter()
         if column:
             self.laps[column] = now - self.last
@@ -1336,9 +1336,9 @@ def unhealthy(row, first_kl, ever_right):
 
 
 def peak_memory_gb():
-    """Peak memory of this process so far, GB: on the GPU if there is one, else resident."""
-    if common.device().type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
+    """Peak memory of this process so far, GB: on a GPU that has its own, else resident."""
+    if common.device().type not in ("cpu", "mps"):
+        return torch.accelerator.max_memory_allocated() / 1e9
     try:
         import resource
     except ImportError:  # Windows
@@ -1356,6 +1356,7 @@ def set_up(cfg, file, needs_gold=""):
     `file` is the script's __file__; its stem names the run. needs_gold: see `load_questions`.
     """
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
+    common.use_device(cfg.device, cfg.dtype)
     if is_builtin(cfg.model) and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
         torch.set_num_threads(1)  # more of them only wait for each other at this size
     if common.device().type == "cpu":
@@ -1385,7 +1386,7 @@ def set_up(cfg, file, needs_gold=""):
     data.heldout = encode(tokenizer, data.heldout, cfg, "heldout questions")
     data.test = encode(tokenizer, data.test, cfg, "test questions")
     policy = common.load_policy(run.checkpoint or start, cfg.dtype, cfg.gradient_checkpointing)
-    sampler = common.Sampler(policy, run.checkpoint or start, tokenizer, cfg)
+    sampler = common.Sampler(policy, tokenizer, cfg)
     check_fit(sampler, data, cfg)
     check_law(sampler)
     if hasattr(cfg, "critic"):

@@ -75,6 +75,7 @@ class Config:
     cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
         "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")
+    device: str = flag("auto", "cpu, cuda, mps; auto: a GPU, an Apple one only if named")
     gradient_checkpointing: bool = flag(False, "less memory, a third more time")
     # evaluation and files
     eval_every: int = flag(10, "steps between evaluations on held-out questions", ">= 1")

@@ -4,6 +4,8 @@
         grpo.train(cfg)                 # as on a machine with one GPU without bfloat16
     gpu.waits                           # how often the host waited for it: {(what, where): times}
 
+`PretendedGpu("mps")` is an Apple one, which knows no float64.
+
 A tensor is on the GPU if its storage is known to be; no class of its own, so that parameters,
 views, saved tensors and gradients are what they always are. One mode answers what Python asks of a
 tensor (`.device`, `.to`, `.numpy`, pickle), the other sees each operator, those of a backward pass
@@ -22,10 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA, CPU, T, aten = torch.device("cuda", 0), torch.device("cpu"), torch.Tensor, torch.ops.aten
+CPU, T, aten = torch.device("cpu"), torch.Tensor, torch.ops.aten
 OURS = ("common", "experiment", "rewards", "grpo", "ppo", "dapo", "gspo")
 # What a machine with one such GPU answers.
-ANSWERS = dict(
+ANY = dict(
+    device_count=1, set_device_index=None, synchronize=None, max_memory_allocated=0,
+    current_stream=mock.Mock(is_capturing=lambda: False),
+)
+APPLE = dict(is_available=True, recommended_max_memory=16 << 30)
+CUDA = dict(
     is_available=True, device_count=1, current_device=0, set_device=None, synchronize=None,
     is_bf16_supported=False, max_memory_allocated=0, memory_allocated=0, empty_cache=None,
     is_initialized=True, _lazy_init=None, manual_seed=None, manual_seed_all=None,
@@ -51,27 +58,32 @@ def tensors(tree):
 class PretendedGpu:
     """Both modes and the answers of `torch.cuda`, as one context."""
 
-    def __init__(self):
+    def __init__(self, kind="cuda"):
+        self.device = torch.device(kind, 0)
         self.known = weakref.WeakSet()  # storages on the GPU
         self.waits = Counter()
         self.made_where = [False]  # whether what the call under way makes is on the GPU
 
     def __enter__(self):
         self.stack = ExitStack()
-        for name, value in ANSWERS.items():
-            # a default argument: each answer has its own
-            answer = (lambda *_, value=value, **__: value)
-            self.stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        gpus = [(torch.accelerator, ANY | dict(current_accelerator=torch.device(self.device.type))),
+                (torch.cuda, CUDA) if self.device.type == "cuda" else (torch.mps, APPLE)]
+        for module, answers in gpus:
+            for name, value in answers.items():
+                # a default argument: each answer has its own
+                answer = (lambda *_, value=value, **__: value)
+                self.stack.enter_context(mock.patch.object(module, name, answer, create=True))
+        self.stack.enter_context(mock.patch.object(torch, "Event"))  # generate() on mps has some
         torch_groups = torch._C._group_tensors_by_device_and_dtype
         reduce = T.__reduce_ex__
 
         def grouped(lists, *more):  # the key of a group names a device
-            return {(CUDA if self.has(value[0][0][0]) else CPU, kind): value
+            return {(self.device if self.has(value[0][0][0]) else CPU, kind): value
                     for (_, kind), value in torch_groups(lists, *more).items()}
 
         def reduced(tensor, protocol):
             if self.has(tensor):
-                raise TypeError("a tensor on cuda:0 is pickled: move it to the CPU first")
+                raise TypeError(f"a tensor on {self.device} is pickled: move it to the CPU first")
             return reduce(tensor, protocol)
 
         self.stack.enter_context(
@@ -119,8 +131,8 @@ class _Questions(TorchFunctionMode):
         if function in (T.device.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.get_device):
             if not gpu.has(args[0]):
                 return function(*args)
-            return {T.device.__get__: CUDA, T.is_cuda.__get__: True, T.is_cpu.__get__: False,
-                    T.get_device: 0}[function]
+            return {T.device.__get__: gpu.device, T.is_cuda.__get__: gpu.device.type == "cuda",
+                    T.is_cpu.__get__: False, T.get_device: 0}[function]
         if function in (T.to, T.cuda, T.cpu):
             return self.move(function, args, kwargs)
         if function is T.backward:  # Python code may run inside: this mode stays on
@@ -129,7 +141,8 @@ class _Questions(TorchFunctionMode):
                     args[0], kwargs["gradient"], kwargs["retain_graph"], kwargs["create_graph"])
                 return None
         if function in (T.numpy, T.__array__) and gpu.has(args[0]):
-            raise TypeError(f"{function.__name__} of a tensor on cuda:0: move it to the CPU first")
+            raise TypeError(
+                f"{function.__name__} of a tensor on {gpu.device}: move it to the CPU first")
         if function is T.tolist and gpu.has(args[0]):
             gpu.wait("tolist")
         device = kwargs.get("device")
@@ -138,7 +151,7 @@ class _Questions(TorchFunctionMode):
             with self.making(there):
                 out = function(*args, **kwargs)
             return gpu.put(out) if function is T.new_tensor and gpu.has(args[0]) else out
-        there = torch.device(device).type == "cuda"
+        there = torch.device(device).type == gpu.device.type
         with self.making(there):
             out = function(*args, **kwargs | {"device": CPU})  # this build knows no other
         if not there:
@@ -161,7 +174,7 @@ class _Questions(TorchFunctionMode):
         if function is not T.to:
             there, rest, kwargs = function is T.cuda, [], {}
         elif named:
-            there = torch.device(named[0]).type == "cuda"
+            there = torch.device(named[0]).type == self.gpu.device.type
         elif rest and isinstance(rest[0], torch.Tensor):
             there = self.gpu.has(rest[0])
         rest = ["cpu" if isinstance(x, (str, torch.device)) else x for x in rest]
@@ -203,6 +216,9 @@ class _Operators(TorchDispatchMode):
         if function is aten.histc.default and there:  # of integers: on GPUs only
             args = (args[0].float(), *args[1:])
         out = function(*args, **kwargs)
+        if there and gpu.device.type == "mps":
+            if any(x.dtype == torch.float64 for x in [*given, *tensors(out)]):
+                raise TypeError(f"{function.name()}: no float64 on {gpu.device}")
         mutates = function._schema.is_mutable
         return gpu.put(out) if there and not mutates else out
 
@@ -216,5 +232,5 @@ class _Operators(TorchDispatchMode):
         strangers = [x for x, there in zip(given, places) if not there and x.dim() > 0]
         if strangers:
             raise RuntimeError(
-                f"{function.name()}: expected all tensors on cuda:0, but one of shape "
+                f"{function.name()}: expected all tensors on {self.gpu.device}, but one of shape "
                 f"{tuple(strangers[0].shape)} is on the CPU")

@@ -106,7 +106,7 @@ def outcome(name):
         try:
             tokenizer = common.load_tokenizer(folder)
             policy = common.load_policy(folder, "float32")
-            sampler = common.Sampler(policy, folder, tokenizer, cfg)
+            sampler = common.Sampler(policy, tokenizer, cfg)
             experiment.check_law(sampler)
         except SystemExit as stop:
             lines = said.getvalue().splitlines()

@@ -258,7 +258,7 @@ def test_sampling(folder, case):
     path = folder(shape)
     cfg = replace(memory.config("grpo", ["--model", path]), prompts_per_step=questions, eval_size=1,
                   group_size=group, max_prompt_len=prompt, max_new_tokens=answer, dtype=dtype)
-    sampler = common.Sampler(common.load_frozen(path, cfg.dtype), path, STUB, cfg)
+    sampler = common.Sampler(common.load_frozen(path, cfg.dtype), STUB, cfg)
     ids = torch.randint(2, shape["vocab_size"], (questions, prompt))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

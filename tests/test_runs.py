@@ -597,7 +597,8 @@ def test_kill_9_at_random_moments(impl, short, tmp_path):
         fork.process.join()
         for path in folder.glob("checkpoints/step-*"):  # each is whole
             assert json.loads((path / "state.json").read_text())["step"] == int(path.name[5:])
-            load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+            load_file(path / "model.safetensors")
+            load_file(path / "optimizer.exp_avg_sq.safetensors")
     steps = last_checkpoint(folder) + 1
     run("grpo", "--resume", "--out_dir", folder, "--steps", steps)
     run("grpo", *argv, "--steps", steps, "--out_dir", tmp_path / "whole")

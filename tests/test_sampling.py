@@ -31,7 +31,7 @@ HOSTILE = dict(  # what checkpoints bring along, and more
 
 def sampler_of(folder, **changes):
     cfg, tokenizer = settings(**changes), common.load_tokenizer(folder)
-    sampler = common.Sampler(common.load_policy(folder, cfg.dtype), folder, tokenizer, cfg)
+    sampler = common.Sampler(common.load_policy(folder, cfg.dtype), tokenizer, cfg)
     experiment.check_law(sampler)  # as set_up does
     return sampler
 
