@@ -15,9 +15,11 @@ import random
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +36,7 @@ import experiment
 import grpo
 import gspo
 import ppo
+import rewards
 from forks import Fork
 
 SCRIPTS = {"grpo": grpo, "dapo": dapo, "gspo": gspo, "ppo": ppo}
@@ -374,6 +377,25 @@ def test_a_model_that_fails_the_check_is_not_cached(tmp_path, monkeypatch):
 def test_the_same_seed_gives_the_same_run(short, whole, name, tmp_path):
     run(name, *short(name), "--out_dir", tmp_path / "again")
     assert_same_run(tmp_path / "again", whole(name))
+
+
+@pytest.mark.slow
+def test_two_threads_on_a_busy_machine_give_the_same_run(tmp_path, monkeypatch):
+    """Bit for bit, at the default sizes: what threads add in whatever order comes shows there."""
+    monkeypatch.setattr(rewards, "is_correct", lambda text, *_, **__: zlib.crc32(text.encode()) % 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # the user's choice: else the tiny model takes one
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    flags = "--steps 4 --cold_start 5 --eval_size 8 --test_size 8".split()
+    try:
+        for i in range(5):
+            run("gspo", *flags, "--out_dir", tmp_path / str(i))
+            assert_same_run(tmp_path / str(i), tmp_path / "0")
+    finally:
+        busy.kill()
+        busy.wait()
+        torch.set_num_threads(threads)
 
 
 @every_script
