@@ -41,7 +41,7 @@ class Config:
     seed: int = flag(0, "decides questions, samples and the tiny model", ">= 0")
     resume: bool = flag(False, "go on with the run in --out_dir from its last checkpoint")
     # rollout
-    steps: int = flag(435, "rollout steps; 435 = 15 times through GSM8K; 0 evaluates only", ">= 0")
+    steps: int = flag(435, "rollout steps (7B on GSM8K: 435); 0 evaluates only", ">= 0")
     prompts_per_step: int = flag(256, "P: questions per step, over all processes", ">= 1")
     group_size: int = flag(1, "G: answers per question (GRPO's paper: 64, DAPO's: 16)", ">= 1")
     max_prompt_len: int = flag(512, "tokens; longer questions are dropped and counted", ">= 1")

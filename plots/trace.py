@@ -10,7 +10,6 @@ weight x term, so a term is printed as what it is: the derivative of the loss by
 import importlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -30,7 +29,7 @@ FORMATS = {  # heading -> width, decimals; together at most 80 columns
 
 def make_batch(cfg, answers):
     """The first `answers` answers to each question: a scored `common.Batch`, its tokens' names."""
-    rows = [(SimpleNamespace(question=question, gold=gold), text)
+    rows = [(experiment.Question(question, "", gold), text)
             for question, gold, texts in QUESTIONS for text in texts[:answers]]
     tokenizer = experiment._tiny_tokenizer()
     texts = [text.replace("|", "\n").removesuffix(".") for _, text in rows]

@@ -35,7 +35,8 @@ WORDY = SMALL | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=
 THIN = DEEP | dict(hidden_size=128, intermediate_size=512, vocab_size=4000)
 UNTIED = WORDY | dict(tie_word_embeddings=False)
 FAT = WORDY | dict(intermediate_size=3072, num_hidden_layers=3, vocab_size=1000)
-STUB = SimpleNamespace(pad_token_id=0, eos_token_id=1, chat_template=None, get_vocab=dict)
+STUB = SimpleNamespace(pad_token_id=0, eos_token_id=1, unk_token_id=None, chat_template=None,
+                       all_special_ids=[0, 1], added_tokens_decoder={}, get_vocab=dict)
 
 
 class Meter(dict):
