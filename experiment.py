@@ -39,11 +39,14 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     GenerationConfig,
     HfArgumentParser,
 )
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.modeling_outputs import TokenClassifierOutput
 
 import common
 import rewards
@@ -1423,13 +1426,31 @@ def check_fit(sampler, data, cfg):
              "lower it or --max_prompt_len")
 
 
+class _TokenHead(GenericForTokenClassification):
+    """A family's own body and a linear head, for families without a class of transformers."""
+
+    def forward(self, input_ids, **more):
+        states = self.base_model(input_ids=input_ids, **more).last_hidden_state
+        return TokenClassifierOutput(logits=self.score(states))
+
+
 def check_critic(path):
-    """Stop unless transformers has a model with a head at every token for this folder."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        fail(f"--critic: transformers has no token-classification class for {config.model_type}, "
-             "so no critic can be made of it: give --critic a model of another family with the "
-             "same tokenizer, or use grpo.py, which needs none")
+    """Stop unless a model with a number at every token can be made of this folder. Where its family
+    has no class for that, transformers is given one."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, num_labels=1)
+    try:
+        if type(config) not in AutoModelForTokenClassification._model_mapping:
+            bodies = AutoModel._model_mapping[type(config)].__mro__
+            family = next(base for base in bodies if base.__name__.endswith("PreTrainedModel"))
+            about = {"config_class": type(config), "base_model_prefix": family.base_model_prefix}
+            head = type("ForTokenClassification", (_TokenHead, family), about)
+            AutoModelForTokenClassification.register(type(config), head, exist_ok=True)
+        with torch.device("meta"):
+            AutoModelForTokenClassification.from_config(config)
+    except Exception as error:  # whatever a foreign architecture raises, here rather than later
+        fail(f"--critic: none can be made of a {config.model_type} [{str(error)[:200]}]: give "
+             "--critic a model of another family with the same tokenizer, or use grpo.py, which "
+             "needs none")
 
 
 def changing_rope(config):

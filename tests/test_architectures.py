@@ -10,6 +10,7 @@ import sys
 import tempfile
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ if __name__ == "__main__":
 import common
 import experiment
 import grpo
+import ppo
 from models import VOCAB, plain_logps, ragged_batch, save_folder, settings, tiny_tokenizer
+from oracles import check
 
 SHAPE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=48, max_position_embeddings=128, initializer_range=0.25)
@@ -147,6 +150,35 @@ def test_works_exactly_or_is_refused_in_one_line(name):
     assert verdict == "refused" or what < 1e-4
 
 
+CRITICS = [name if name in ("olmo2", "mamba") else pytest.param(name, marks=pytest.mark.slow)
+           for name in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_every_policy_can_have_a_critic(tmp_path, name):
+    """Transformers has no class for a critic of 23 of these. Its values are those of each answer
+    alone, without padding, and it comes back from a checkpoint."""
+    if outcome(name)[0] == "refused":
+        pytest.skip("no policy either")
+    folder, tokenizer = folder_of(name, tmp_path / "model"), tiny_tokenizer()
+    experiment.check_critic(folder)  # as set_up does
+    run = SimpleNamespace(start=folder, checkpoint=None)
+    critic = ppo.load_critic(run, tokenizer, settings())
+    batch = ragged_batch(np.random.default_rng(0))
+    torch.nn.init.normal_((getattr(critic, "score", None) or critic.classifier).weight)
+    values = common.whole(ppo.micro_values, critic, batch, common.cut(batch, 1, 200))
+    for row in range(len(batch)):
+        prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]
+        answer = batch.tokens[row][batch.mask[row].bool()]
+        alone = critic(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1, 0]
+        check(values[row, : len(answer)], alone, atol=1e-4)
+    sampler = SimpleNamespace(policy=None, tokenizer=tokenizer)
+    experiment.save_model(sampler, critic, tmp_path / "critic")
+    run = SimpleNamespace(start=folder, checkpoint=tmp_path)
+    again = ppo.load_critic(run, tokenizer, settings()).state_dict()
+    assert all(torch.equal(again[key], x) for key, x in critic.state_dict().items())
+
+
 SCRIPTS = ["ppo", "grpo", "dapo", "gspo"]
 RUN = ("--cold_start 1 --steps 2 --prompts_per_step 2 --group_size 2 --minibatches 1 --eval_size 2 "
        "--max_prompt_len 200 --max_new_tokens 20 --samples 0 --reward contains").split()
@@ -164,18 +196,14 @@ def test_a_refused_model_leaves_nothing_behind(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "doge", "qwen3_next", "olmo2", "mamba"])
-def test_two_steps_of_each_script(tmp_path, capsys, script, name):
-    """Or one line: transformers has no head for a critic of some families."""
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "mixtral", "doge", "qwen3_next", "olmo2", "mamba"])
+def test_two_steps_of_each_script(tmp_path, script, name):
+    """Olmo2 and Mamba have no class of transformers for a critic."""
     module, folder = importlib.import_module(script), folder_of(name, tmp_path / "model")
     args = [*RUN, "--model", folder, "--data", "words", "--out_dir", str(tmp_path / "run")]
     args += ["--overlong_buffer", "4"] if script == "dapo" else []
-    try:
-        module.train(experiment.parse_args(module.Config, module.TINY, args))
-    except SystemExit:
-        (line,) = capsys.readouterr().err.splitlines()
-        assert script == "ppo" and "--critic" in line and not (tmp_path / "run").exists()
-        return
+    module.train(experiment.parse_args(module.Config, module.TINY, args))
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 

@@ -653,6 +653,7 @@ def test_values_are_read_where_their_token_is_predicted(after, expected):
 
 
 def new_critic(folder, checkpoint=None):
+    experiment.check_critic(folder)  # as set_up does
     run = SimpleNamespace(start=folder, checkpoint=checkpoint)
     return ppo.load_critic(run, tiny_tokenizer(), settings())
 
