@@ -18,17 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
-
-def _brief(kind, error, trace):
-    # Ctrl-C while the libraries load, which takes seconds, is no fault to be traced.
-    if kind is KeyboardInterrupt:
-        os._exit(130)
-    sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = _brief
-
-import huggingface_hub  # noqa: E402
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
