@@ -895,7 +895,7 @@ class Run:
         need, disk = saves * sum(sizes) + sizes[0] // 3, shutil.disk_usage(self.folder)
         if disk.total and disk.free < need:  # some file systems don't say
             fail(f"--out_dir {self.folder}: {disk.free / 1e6:,.1f} MB free, {saves} checkpoints "
-                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or go elsewhere")
+                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or move it")
 
     def stopping(self):
         """True on all ranks as soon as one of them was told to stop (a collective)."""
@@ -1024,7 +1024,7 @@ def _step_of(name, line):
     """The step of a line of a log, -1 if it is no such line."""
     with suppress(*NO_JSON, OverflowError):
         if name == "samples.jsonl":
-            return int(json.loads(line)["step"])
+            return int(json.loads(line.decode())["step"])  # of bytes it would read UTF-16, too
         if line.count(b",") == len(COLUMNS) - 1:
             return int(line.split(b",")[0])
     return -1
