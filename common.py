@@ -21,21 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
-
-def _brief(kind, error, trace):
-    # Ctrl-C while the libraries load, which takes seconds, is no fault to be traced.
-    if kind is KeyboardInterrupt:
-        os._exit(130)
-    sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = _brief
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    # Micro-batches differ in size: fixed blocks of a GPU's memory would leave gaps. torch reads
-    # this when the GPU is first used, so a script may have imported it before.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-import huggingface_hub  # noqa: E402
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,6 +43,10 @@ from transformers.initialization import no_init_weights
 # The argument of a forward pass that takes the cache, by the name that 5.24 gave it or the old one.
 CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    # Micro-batches differ in size: fixed blocks of a GPU's memory would leave gaps. torch reads
+    # this when the GPU is first used.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 huggingface_hub.utils.logging.set_verbosity_error()
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

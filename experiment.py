@@ -14,8 +14,8 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
-import queue
 import random
 import shlex
 import shutil
@@ -24,7 +24,6 @@ import socket
 import stat
 import sys
 import tempfile
-import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -55,6 +54,7 @@ from common import fail, rank, say
 # --- command line --------------------------------------------------------------------------------
 
 BUILTIN = ("tiny", "tiny-moe")
+NO_JSON = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # damaged
 MAY_CHANGE = {  # on --resume
     "out_dir", "resume", "steps", "save_every", "keep", "samples", "wandb", "device"}
 
@@ -125,12 +125,12 @@ def parse_args(config_class, tiny, argv=None):
 
 
 def _check_range(name, value, allowed):
-    tests = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
+    tests = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
     if isinstance(value, float) and not math.isfinite(value):
         fail(f"--{name} {value}: must be a finite number")
     for bound in filter(None, allowed.split(", ")):
         sign, limit = bound.split()
-        if not tests[sign](float(value), float(limit)):
+        if not tests[sign](value, float(limit)):
             fail(f"--{name} {value}: must be {allowed}")
 
 
@@ -143,6 +143,12 @@ def _check_common(cfg):
         raise ValueError("--reward model and --reward_model NAME|DIR go together: give both")
     if cfg.out_dir and not cfg.resume and os.path.exists(Path(cfg.out_dir) / "config.json"):
         raise ValueError(f"--out_dir {cfg.out_dir} holds a run: add --resume or name another")
+    for name, value in vars(cfg).items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"--{name}: not UTF-8 in this locale; start with PYTHONUTF8=1 set, or "
+                             "give it another name")
     if cfg.minibatches > cfg.prompts_per_step * cfg.group_size:
         raise ValueError(
             f"--minibatches {cfg.minibatches}: more than the {cfg.prompts_per_step} x "
@@ -162,9 +168,9 @@ def _resumed(config_class, cfg, given):
     if not os.path.isfile(path):
         fail(f"--resume: {cfg.out_dir} holds no run (no config.json); start one without --resume")
     try:
-        about = json.loads(path.read_text())
+        about = json.loads(path.read_bytes())
         script, saved = about["script"], dict(about["config"])
-    except (ValueError, KeyError, TypeError):
+    except NO_JSON:
         fail(f"--resume: {path} is damaged; start a new run")
     if saved.keys() != {f.name for f in fields(config_class)}:
         fail(f"--resume: {cfg.out_dir} is a run of {script}.py, with other flags: resume it there")
@@ -201,8 +207,8 @@ def find_model(name, flag="model"):
         if (Path(name) / "metrics.csv").is_file():
             fail(f"--{flag} {name}: that is a run; its model is {Path(name) / 'final'}")
         for index in Path(name).glob("*.safetensors.index.json"):
-            with suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
-                files = json.loads(index.read_text())["weight_map"].values()
+            with suppress(*NO_JSON):  # from_pretrained will say what is wrong
+                files = json.loads(index.read_bytes())["weight_map"].values()
                 if any(Path(file).name != file for file in files):
                     fail(f"--{flag} {name}: {index.name} names files outside the folder")
         return name
@@ -219,8 +225,8 @@ def is_builtin(name):
     if name in BUILTIN or not os.path.isfile(path):
         return name in BUILTIN
     try:
-        return json.loads(path.read_text()).get("nanopo") in BUILTIN
-    except (ValueError, AttributeError):
+        return json.loads(path.read_bytes()).get("nanopo") in BUILTIN
+    except NO_JSON:
         fail(f"--model {name}: config.json is not a JSON object")
 
 
@@ -422,8 +428,8 @@ def builtin_folder(cfg, train):
     Called before the processes join: the first one to take the lock builds, the others find it.
     """
     # The key holds the code, too: the model that a bug in it has made must not outlive the bug.
-    code = [Path(module.__file__).read_text() for module in (common, rewards)]
-    code.append(Path(__file__).read_text())
+    code = [Path(module.__file__).read_bytes() for module in (common, rewards)]
+    code.append(Path(__file__).read_bytes())
     settings = [cfg.model, cfg.data, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
     made_by = [settings, cfg.eval_size, cfg.max_prompt_len, cfg.micro_tokens, code]
     if cfg.data != "words":  # those are made by the code
@@ -431,9 +437,10 @@ def builtin_folder(cfg, train):
     text = repr([made_by, torch.__version__, transformers.__version__])
     folder = _cache_home() / f"{cfg.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with FileLock(f"{folder}.lock"):
-        if folder.exists() and damage(folder):
-            say(f"warning: {folder} is not as it was written ({damage(folder)}): made again")
-        if damage(folder):
+        wrong = damage(folder)
+        if wrong and folder.exists():
+            say(f"warning: {folder} is not as it was written ({wrong}): made again")
+        if wrong:
             say(f"making the {cfg.model} model and its cold start, once: {folder}")
             tokenizer = _tiny_tokenizer()
             common.seed_all(cfg.seed, "init")
@@ -442,9 +449,12 @@ def builtin_folder(cfg, train):
             lessons = cold_start_lessons(encode(tokenizer, train, cfg, ""), cfg)
             cold_start(model, tokenizer, lessons, cfg)
             check_law(common.Sampler(model, tokenizer, cfg))
-            with whole_folder(folder) as temporary:
-                model.save_pretrained(temporary)
-                tokenizer.save_pretrained(temporary)
+            try:
+                with whole_folder(folder) as temporary:
+                    model.save_pretrained(temporary)
+                    tokenizer.save_pretrained(temporary)
+            except OSError as error:
+                fail(f"{folder} can't be written: {error}; make room, or set XDG_CACHE_HOME")
     return str(folder)
 
 
@@ -486,7 +496,8 @@ def _cache_home():
     try:
         home.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=home).close()
-    except OSError:
+        str(home).encode()  # or the locale can't spell it
+    except (OSError, UnicodeEncodeError):
         say(f"notice: {home} can't be written to, using the temporary folder")
         home = Path(tempfile.gettempdir()) / f"nanopo-cache-{os.getuid()}"
         with suppress(FileExistsError):
@@ -729,9 +740,11 @@ def whole_folder(folder):
         yield temporary
         if rank() == 0:
             _seal(temporary, folder)
-    except Exception:
+    except Exception as error:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        if "(os error " in str(error):  # libraries in Rust have no better class for it
+            raise OSError(str(error)) from error
         raise
     if common.world() > 1:
         torch.distributed.barrier()
@@ -746,13 +759,12 @@ def _seal(temporary, folder):
     for path in [*paths, manifest, temporary]:
         _to_disk(path)
     old = folder.with_name(f".tmp-old-{folder.name}")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
     os.replace(temporary, folder)
     _to_disk(folder.parent)
-    if old.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_whole(sampler, folder, final=False):
@@ -767,7 +779,7 @@ def damage(folder):
     if not folder.is_dir():
         return "no such folder"
     try:
-        about = json.loads((folder / "manifest.json").read_text())
+        about = json.loads((folder / "manifest.json").read_bytes())
         if about["folder"] != folder.name:
             return f"it is a copy of {about['folder']}"
         for name, (size, digest) in about["files"].items():
@@ -778,7 +790,7 @@ def damage(folder):
                 return f"{name} has {path.stat().st_size} bytes, not {size}"
             if _digest(path) != digest:
                 return f"{name} has changed"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except NO_JSON:
         return "its manifest.json can't be read"
     return ""
 
@@ -839,6 +851,10 @@ def checkpoints(folder):
 # --- the run: its folder and its state -----------------------------------------------------------
 
 
+HOLD_SECONDS = 30  # between two tries to write to a full disk
+STOPPING = b"\nstopping: this step is finished and saved first; once more stops at once\n"
+
+
 class Run:
     """A run's folder, and what its next step depends on besides weights and optimizers: `step` and
     `updates` done, the place in the questions (`cursor`), and `kept`, a dictionary for the rest.
@@ -848,7 +864,7 @@ class Run:
         self.cfg, self.script = cfg, script
         self.optimizers, self.signals = {}, []
         self.evaluates_only = cfg.steps == 0 and not cfg.out_dir  # leaves nothing behind
-        self.checkpoint, self.broken = None, {}  # broken: those newer than it, and what is wrong
+        self.checkpoint = None
         self.step = self.updates = self.cursor = 0
         self.kept, self.logs = {}, {}
         if cfg.resume:
@@ -908,7 +924,8 @@ class Run:
         self.hold(lambda: self._write(folder, sampler), folder)
         if rank() == 0:
             for old in checkpoints(self.folder)[: -self.cfg.keep]:
-                shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))  # never half there
+                gone = old.rename(old.with_name(f".tmp-{old.name}"))  # never half there
+                shutil.rmtree(gone, ignore_errors=True)  # what stays, the next --resume sweeps up
         self.saved_step = self.step
 
     def _write(self, folder, sampler):
@@ -930,30 +947,28 @@ class Run:
         for attempt in itertools.count():
             try:
                 return write()
-            except Exception as error:  # libraries in Rust have no better class for theirs
-                if not isinstance(error, OSError) and "(os error " not in str(error):
-                    raise
-                reason = getattr(error, "strerror", None) or str(error)
+            except OSError as error:
+                reason = error.strerror or error
                 free = shutil.disk_usage(self.folder).free / 1e6
                 text = f"{path} can't be written: {reason} ({free:,.0f} MB free)"
             if self.signals or common.world() > 1:
                 fail(f"{text}; --resume goes on from step {self.saved_step}")
             if attempt == 0:
                 say(f"warning: {text}; make room: it is tried until it works, or Ctrl-C")
-            for _ in range(HOLD_SECONDS):
-                time.sleep(not self.signals)
+            until = time.time() + HOLD_SECONDS
+            while time.time() < until and not self.signals:
+                time.sleep(1)
 
     def check_room(self, models):
         """Stop now if the disk can't hold what the run will write: a parameter takes 4 bytes in
         each checkpoint, AdamW's state of it 8, and `final` is as large as the weights."""
         sizes = [12 * sum(p.numel() for p in model.parameters()) for model in models]
-        saves = math.ceil((self.cfg.steps - self.step) / self.cfg.save_every)
+        saves = -(-(self.cfg.steps - self.step) // self.cfg.save_every)  # rounded up
         saves = max(0, min(saves, self.cfg.keep + 1 - len(checkpoints(self.folder))))
         need, disk = saves * sum(sizes) + sizes[0] // 3, shutil.disk_usage(self.folder)
         if disk.total and disk.free < need:  # some file systems don't say
             fail(f"--out_dir {self.folder}: {disk.free / 1e6:,.1f} MB free, {saves} checkpoints "
-                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or go on "
-                 "elsewhere")
+                 f"and the model take {need / 1e6:,.1f} MB: make room, lower --keep, or move it")
 
     def stopping(self):
         """True on all ranks as soon as one of them was told to stop (a collective)."""
@@ -963,8 +978,7 @@ class Run:
     def listen(self):
         """From now on Ctrl-C, SIGTERM and SIGHUP (a closed terminal) finish the step and save
         first; a second one does not."""
-        self.heard, self.saved = queue.SimpleQueue(), False
-        threading.Thread(target=_acknowledge, args=[self.heard], daemon=True).start()
+        self.saved = False
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has two of them
             if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # nohup
@@ -972,11 +986,14 @@ class Run:
 
     def _on_signal(self, number, frame):
         if self.saved:  # nothing is left to lose
+            self.saved = False
             raise KeyboardInterrupt
         # torchrun passes a Ctrl-C on a second time within moments: that still counts as one.
         if self.signals and time.time() - self.signals[0] > 2:
             os._exit(128 + number)
-        self.heard.put(number)  # printing here could interrupt a print
+        if rank() == 0 and not self.signals:
+            with suppress(OSError):  # not print(), which this may have interrupted
+                os.write(sys.stderr.fileno(), STOPPING)
         self.signals.append(time.time())
 
     def _make_folder(self):
@@ -1006,26 +1023,31 @@ class Run:
         except Timeout:
             name = holder.read_text(errors="replace") if holder.exists() else "another process"
             fail(f"--out_dir {self.folder}: {name} is writing to it; let it end, or name another")
-        except OSError as error:
-            fail(f"--out_dir {self.folder}: can't be written to ({error.strerror})")
+        except (OSError, NotImplementedError) as error:  # some network folders have no locks
+            reason = getattr(error, "strerror", None) or error
+            fail(f"--out_dir {self.folder}: can't be written to ({reason})")
 
     def _find_checkpoint(self):
         """The newest that is whole, aloud if a newer one is not; and check the reference."""
+        broken = {}
         for path in reversed(checkpoints(self.folder)):
             wrong = damage(path)
             if not wrong:
                 self.checkpoint = path
                 break
-            self.broken[path] = wrong
-        for path, wrong in self.broken.items():
-            say(f"warning: {path} is damaged: {wrong}")
-        if self.broken and not self.checkpoint:
-            fail(f"--resume: {self.folder} has no other checkpoint; mend it, or remove "
+            broken[path] = wrong
+        if broken and not self.checkpoint:
+            text = ", ".join(f"{path.name}: {wrong}" for path, wrong in broken.items())
+            fail(f"--resume: no checkpoint of {self.folder} is whole ({text}); mend one, or remove "
                  f"{self.folder / 'checkpoints'} to start over")
+        for path, wrong in broken.items():
+            say(f"warning: {path} is damaged ({wrong}): it is kept as {set_aside(path)}, its steps "
+                "are done again")
         begun = self.cfg.cold_start and (self.checkpoint or (self.folder / "start").exists())
-        if begun and damage(self.folder / "start"):
+        wrong = begun and damage(self.folder / "start")
+        if wrong:
             fail(f"--resume: {self.folder / 'start'}, the model after the cold start, is damaged "
-                 f"({damage(self.folder / 'start')}): the run can't go on without its reference")
+                 f"({wrong}): the run can't go on without its reference")
 
     def tidy(self):
         """Write config.json (when resumed, --steps may be another one), and remove what came after
@@ -1033,9 +1055,7 @@ class Run:
         if rank() > 0:
             return
         if self.cfg.resume:
-            say(f"going on from {self.checkpoint or 'the start: there is no checkpoint yet'}")
-        for path in self.broken:
-            say(f"warning: {path} is kept as {set_aside(path)}; its steps are done again")
+            say(f"going on from {self.checkpoint or 'the start: there is no checkpoint'}")
         about = {
             "script": self.script, "config": asdict(self.cfg), "command": shlex.join(sys.argv),
             "torch": torch.__version__, "transformers": transformers.__version__,
@@ -1053,7 +1073,7 @@ class Run:
     def _trim(self, name):
         """Cut a log to what it was at the checkpoint. If someone has changed it, keep that beside,
         and of its lines those that can be read."""
-        path, (header, step_of) = self.folder / name, LOGS[name]
+        path, header = self.folder / name, LOGS[name]
         data = path.read_bytes() if path.is_file() else b""
         length, digest = self.logs.get(name, [0, ""])
         if not self.checkpoint:
@@ -1062,33 +1082,24 @@ class Run:
             data = data[:length]
         else:
             lines = data.splitlines(keepends=True)
-            good = [line for line in lines if 0 <= step_of(line) <= self.step]
+            good = [line for line in lines if 0 <= _step_of(name, line) <= self.step]
             aside = f"kept as {set_aside(path)}" if os.path.lexists(path) else "gone"
             say(f"warning: {path} is not what the run wrote: {aside}, {len(good)} lines go on")
             data = header + b"".join(good)
         replace_file(path, data)
 
 
-def _acknowledge(heard):
-    heard.get()
-    say("stopping: this step is finished and saved first; once more stops at once")
-
-
 def _length_and_digest(data):
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 
-def _csv_step(line):
-    """The step of a line of metrics.csv, -1 if it is no such line."""
-    with suppress(ValueError):
-        return int(line.split(b",")[0]) if line.count(b",") == len(COLUMNS) - 1 else -1
-    return -1
-
-
-def _json_step(line):
-    """The step of a line of samples.jsonl, -1 if it is no such line."""
-    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return int(json.loads(line)["step"])
+def _step_of(name, line):
+    """The step of a line of a log, -1 if it is no such line."""
+    with suppress(*NO_JSON, OverflowError):
+        if name == "samples.jsonl":
+            return int(json.loads(line.decode())["step"])  # of bytes it would read UTF-16, too
+        if line.count(b",") == len(COLUMNS) - 1:
+            return int(line.split(b",")[0])
     return -1
 
 
@@ -1100,13 +1111,7 @@ COLUMNS = (
     "tied_frac kl_coef explained_var gen_rounds groups_dropped expert_entropy sampler_gap samples "
     "tokens t_sample t_logp t_update t_total mem_gb"
 ).split()
-
-
-LOGS = {  # name: what it begins with, and the step of a line
-    "metrics.csv": (",".join(COLUMNS).encode() + b"\n", _csv_step),
-    "samples.jsonl": (b"", _json_step),
-}
-HOLD_SECONDS = 30  # between two tries to write to a full disk
+LOGS = {"metrics.csv": ",".join(COLUMNS).encode() + b"\n", "samples.jsonl": b""}  # and its header
 SAMPLES_BYTES = 20e6  # of samples.jsonl with tokens; at a step, the share of the run so far
 
 
