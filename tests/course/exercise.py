@@ -35,10 +35,12 @@ from filelock import FileLock
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 ROOT = TESTS.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(HERE), str(TESTS)]
 
+import handout_stages  # noqa: E402
+import measure  # noqa: E402
 from problems import (LEARN, LEARN_POINTS, LEARN_SECONDS, LOOP_POINTS, PROBLEMS,  # noqa: E402
-                      SCRIPTS, STAGES)
+                      SCRIPTS, STAGES, STAGE_NAMES)
 from sandbox import Sandbox, protection  # noqa: E402
 
 # --- leaving out ---------------------------------------------------------------------------------
@@ -97,22 +99,42 @@ def leave_out_functions(source, problems, hints="all"):
     return "\n".join(lines) + "\n", gone
 
 
-def leave_out_stages(source, hints, level="all"):
-    """(source with hints for the ruled stages of `train`, the lines that are gone)."""
-    lines, gone = source.splitlines(), []
+def ruled(source):
+    """[(number, index of its ruler, index behind its last line)] of the stages of `train`."""
+    lines = source.splitlines()
     _, start, end = functions_of(source)["train"]
     rulers = [i for i in range(start, end) if re.match(r" {8}# [1-5] .*-{3,}$", lines[i])]
-    numbers = [int(lines[i].split()[1]) for i in rulers]
-    if not rulers or set(numbers) != set(hints):
-        raise SystemExit(f"error: train() has the stages {numbers}, problems.py {sorted(hints)}")
-    last = next(i for i in range(rulers[-1], end) if lines[i].startswith("    experiment.finish"))
-    for at, number, after in reversed([*zip(rulers, numbers, [*rulers[1:], last])]):
-        gone += lines[at + 1 : after]
-        told = comment(some(hints[number], level), " " * 8)
-        if at == rulers[0]:
-            told.append(' ' * 8 + 'raise NotImplementedError("train")')
-        lines[at + 1 : after] = told if after == last else [*told, ""]
+    last = next((i for i in range(start, end) if lines[i].startswith("    experiment.finish")), end)
+    return [(int(lines[i].split()[1]), i, after) for i, after in zip(rulers, [*rulers[1:], last])]
+
+
+def leave_out_stages(source, hints, level="all", only="12345"):
+    """(source with hints for the ruled stages of `train`, the lines that are gone)."""
+    lines, gone, stages = source.splitlines(), [], ruled(source)
+    if not stages or {number for number, *_ in stages} != set(hints):
+        raise SystemExit(f"error: train() has the stages {stages}, problems.py {sorted(hints)}")
+    for number, at, after in reversed(stages):
+        if str(number) in only:
+            gone += lines[at + 1 : after]
+            told = comment(some(hints[number], level), " " * 8)
+            told.append(" " * 8 + f'raise NotImplementedError("{number}")')
+            lines[at + 1 : after] = told if number == stages[-1][0] else [*told, ""]
     return "\n".join(lines) + "\n", gone
+
+
+def with_stage(solution, student, number):
+    """The solution's script with the student's stage of that number; None if it can't be found."""
+    try:
+        text = student.decode()
+        theirs = {n: text.splitlines()[at:after] for n, at, after in ruled(text)}
+    except (SyntaxError, ValueError, KeyError):
+        return None
+    lines = solution.splitlines()
+    for n, at, after in ruled(solution):
+        if n == number and n in theirs:
+            lines[at:after] = theirs[n]
+            return ("\n".join(lines) + "\n").encode()
+    return None
 
 
 def chosen(algorithms):
@@ -161,26 +183,69 @@ def make(out, algorithms, level, hints="all"):
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"error: {out} is not empty; name a new folder")
     files, gone = student_files(algorithms, level, hints)
-    for name in ("requirements.txt", "LICENSE"):
+    for name in ("requirements.txt", "LICENSE", "plots/figures.py", "plots/table.py"):
         files[name] = (ROOT / name).read_text()
     files["HANDOUT.md"] = handout(algorithms, level)
+    files["MEASURE.md"] = measure.page(scripts_of(algorithms))
     if level == "functions":
-        from standin import Recorder
-
-        recorder = Recorder(chosen(algorithms))
-        modules = sorted({p.module for p in chosen(algorithms)})
-        if run_tests(recorder, modules, seed=1, more=[HERE / "drawn.py"]):
-            raise SystemExit("error: the solution fails its own tests; run pytest")
-        files["tests/cases.json"] = "[\n" + ",\n".join(map(json.dumps, recorder.cases)) + "\n]\n"
-        files["tests/test_cases.py"] = (HERE / "handout_cases.py").read_text()
-        files["tests/worker.py"] = (HERE / "worker.py").read_text()
-    refuse_leaks(files, gone)
-    for name, text in files.items():
+        files |= public_cases(algorithms)
+    else:
+        files |= public_stages(scripts_of(algorithms))
+    refuse_leaks({n: text for n, text in files.items() if isinstance(text, str)}, gone)
+    for name, data in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+        (out / name).write_bytes(data.encode() if isinstance(data, str) else data)
     names = " ".join(algorithms)
     print(f"{out}: {len(files)} files. To grade what comes back:\n"
           f"  python tests/course/exercise.py grade DIR --algorithms {names} --level {level}")
+
+
+def public_cases(algorithms):
+    """{file name: text}: what the solution's functions answer, and the test of it."""
+    from standin import Recorder
+
+    recorder = Recorder(chosen(algorithms))
+    modules = sorted({p.module for p in chosen(algorithms)})
+    if run_tests(recorder, modules, seed=1, more=[HERE / "drawn.py"]):
+        raise SystemExit("error: the solution fails its own tests; run pytest")
+    recorder.name_mistakes()
+    cases = "[\n" + ",\n".join(map(json.dumps, recorder.cases)) + "\n]\n"
+    return {"tests/cases.json": cases, "tests/worker.py": (HERE / "worker.py").read_text(),
+            "tests/test_cases.py": (HERE / "handout_cases.py").read_text(),
+            "pytest.ini": "[pytest]\naddopts = -q -rN --no-header --maxfail 3 -p no:cacheprovider\n"}
+
+
+def public_stages(scripts):
+    """{file name: text or bytes}: what the solution's loop had after each stage, the check of it,
+    and the model it starts from."""
+    files = {"tests/check_stages.py": (HERE / "handout_stages.py").read_text()}
+    files |= {f"tests/model/{path.name}": path.read_bytes() for path in warm_start().iterdir()}
+    recorded = {}
+    for script in scripts:
+        told = subprocess.run([sys.executable, str(HERE / "exercise.py"), "record", script],
+                              capture_output=True, text=True)
+        if told.returncode:
+            raise SystemExit(f"error: {script}.py does not run: {told.stderr[-500:]}")
+        recorded[script] = json.loads(told.stdout.splitlines()[-1])
+    return files | {"tests/stages.json": json.dumps(recorded, indent=1) + "\n"}
+
+
+def record(script):
+    """Print, as JSON, what the solution's loop had: at its fifth stage, and after three steps."""
+    arguments = loop_arguments(1)
+    text, _ = leave_out_stages((ROOT / f"{script}.py").read_text(), STAGES[script], only="5")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"{script}_5.py").write_text(text)
+        sys.path.insert(0, folder)
+        flags = f"--model {warm_start()} {arguments}"
+        first = handout_stages.train(f"{script}_5", flags, Path(folder, "first"))
+        numbers = handout_stages.numbers(first[1])
+        handout_stages.train(script, flags, Path(folder, "run"))
+        rows = handout_stages.rows_of(Path(folder, "run"))
+    columns = {stage: [c for c in columns.split() if any(row[c] for row in rows)]
+               for stage, (_, columns) in LOOP_POINTS.items()}
+    print(json.dumps({"arguments": arguments, "first step": numbers, "rows": rows,
+                      "columns": {stage: c for stage, c in columns.items() if c}}))
 
 
 def refuse_leaks(files, gone):
@@ -197,19 +262,37 @@ def refuse_leaks(files, gone):
 
 def handout(algorithms, level):
     """HANDOUT.md."""
+    scripts = scripts_of(algorithms)
     if level == "functions":
         rows = [(p.name, f"`{p.module}.py`: {', '.join(f'`{f}`' for f in p.functions)}", p.points,
-                 f"`python -m pytest tests -k {p.name}`", p.minutes) for p in chosen(algorithms)]
+                 f"`python -m pytest tests -k {p.name}`", p.minutes)
+                for p in sorted(chosen(algorithms), key=lambda p: p.module in SCRIPTS)]
     else:
-        rows = [(f"{s}.train", f"`{s}.py`: the stages of `train`",
-                 sum(points for points, _ in LOOP_POINTS.values()),
-                 f"`python {s}.py --steps 3 --prompts_per_step 4`", 180) for s in scripts_of(algorithms)]
+        rows = [(f"{s}.train {stage}", f"`{s}.py`: stage {stage} of `train`", points,
+                 f"`python tests/check_stages.py {s}`", 35)
+                for s in scripts for stage, (points, _) in LOOP_POINTS.items()]
     rows += [(f"{s}.learns", f"`{s}.py`, all together", LEARN_POINTS,
-              f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in scripts_of(algorithms)]
-    table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+              f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in scripts]
+    learn = "\n".join(f"| {s} | {LEARN[s][0]} | {LEARN[s][1]:.2f} |" for s in scripts)
+    names = "\n".join(f"  - `{s}.py`: {STAGE_NAMES[s]}" for s in scripts)
     return (HERE / "handout.md").read_text().format(
-        table=table, total=sum(row[2] for row in rows), scripts=", ".join(scripts_of(algorithms)))
+        table="\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows),
+        total=sum(row[2] for row in rows), scripts=", ".join(scripts) or "shared files",
+        learn=learn, learn_seconds=LEARN_SECONDS,
+        level=(LOOP_TEXT if level == "loop" else FUNCTIONS_TEXT).format(names=names))
 
+
+FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a test with many cases is one check. But a
+  problem pays only if a check on inputs drawn afresh is passed: all values and gradients within 1e-6.
+- Each problem is graded by itself: a mistake in one function costs nothing in another.
+- 30 seconds of CPU time and 10,000 printed lines per problem."""
+
+LOOP_TEXT = """- Three steps of your script, with drawn settings, beside the solution's: a stage's points are shared
+  out by its columns of `metrics.csv`, each within 0.2 %. A stage that differs is tried once more with
+  the solution's other stages around it, so keep the names that go from stage to stage:
+{names}
+- Write the stages in their order: the check runs as far as the first that is blank. 60 seconds of
+  CPU time."""
 
 # --- grade: functions ----------------------------------------------------------------------------
 
@@ -359,22 +442,33 @@ def loop_arguments(seed):
 
 
 def grade_loop(student, script, seed, box):
-    """The student's three steps beside the solution's: metrics.csv, stage by stage."""
-    trouble, rows = f"no {script}.py", []
+    """The student's three steps beside the solution's: metrics.csv, stage by stage. A stage that
+    differs is tried once more among the solution's others: no stage pays for another's fault."""
     arguments = f"{from_warm(box)} {loop_arguments(seed)}"
-    said, ours, _ = run_script(box, house_files(), script, arguments, 60, ["metrics.csv"])
+
+    def rows_of(files):
+        said, found, _ = run_script(box, files, script, arguments, 60, ["metrics.csv"])
+        return said, table_of(found)
+
+    said, right = rows_of(house_files())
     if said:
         raise SystemExit(f"error: the solution does not run: {said}")
+    trouble, rows, results = f"no {script}.py", [], []
     if f"{script}.py" in student:
-        trouble, theirs, _ = run_script(box, beside_ours(student, script), script, arguments,
-                                        60, ["metrics.csv"])
-        rows = table_of(theirs)
-    right, results = table_of(ours), []
+        trouble, rows = rows_of(beside_ours(student, script))
     for stage, (points, columns) in LOOP_POINTS.items():
-        checks = [(c, *same_column(c, rows, right)) for c in columns.split()
-                  if any(row[c] for row in right)]
+        columns = [c for c in columns.split() if any(row[c] for row in right)]
+        checks, note = [(c, *same_column(c, rows, right)) for c in columns], trouble
+        if not all(passed for _, passed, _ in checks) and f"{script}.py" in student:
+            alone = with_stage((ROOT / f"{script}.py").read_text(), student[f"{script}.py"],
+                               int(stage[0]))
+            if alone:
+                said, own = rows_of(house_files() | {f"{script}.py": alone})
+                again = [(c, *same_column(c, own, right)) for c in columns]
+                if sum(passed for _, passed, _ in again) > sum(passed for _, passed, _ in checks):
+                    checks, note = again, said
         share = sum(passed for _, passed, _ in checks) / max(len(checks), 1)
-        results.append(result(f"{script}.train {stage}", points, checks, trouble, share))
+        results.append(result(f"{script}.train {stage}", points, checks, note, share))
     return results
 
 
@@ -550,12 +644,14 @@ def summary(graded):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")  # make's own: a process for each loop
+    recording.add_argument("script", choices=SCRIPTS)
     for name, what in (("make", "a new folder for students"), ("grade", "students' folders")):
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("folder", type=Path, help=what, nargs="+" if name == "grade" else None)
         command.add_argument("--algorithms", nargs="+", choices=(*SCRIPTS, "shared"),
-                             default=["shared", *SCRIPTS],
-                             help="shared: the blanks of common.py and rewards.py, too")
+                             default=list(SCRIPTS),
+                             help="shared: blanks of common.py and rewards.py, which scripts need")
         command.add_argument("--level", choices=("functions", "loop"), default="functions")
         if name == "make":
             command.add_argument("--hints", choices=("none", "few", "all"), default="all")
@@ -576,6 +672,8 @@ def main():
     args = arguments()
     if args.command == "make":
         return make(args.folder, args.algorithms, args.level, args.hints)
+    if args.command == "record":
+        return record(args.script)
     import torch
 
     torch.set_num_threads(1)  # the same work whatever else the machine does
