@@ -39,8 +39,10 @@ sys.path[:0] = [str(ROOT), str(HERE), str(TESTS)]
 
 import handout_stages  # noqa: E402
 import measure  # noqa: E402
+import platforms  # noqa: E402
+import variants  # noqa: E402
 from problems import (LEARN, LEARN_POINTS, LEARN_SECONDS, LOOP_POINTS, PROBLEMS,  # noqa: E402
-                      SCRIPTS, STAGES, STAGE_NAMES)
+                      SCRIPTS, STAGE_NAMES, STAGES, variant)
 from sandbox import Sandbox, protection  # noqa: E402
 
 # --- leaving out ---------------------------------------------------------------------------------
@@ -139,18 +141,26 @@ def with_stage(solution, student, number):
 
 def chosen(algorithms):
     shared = ("common", "rewards") if "shared" in algorithms else ()
-    return [p for p in PROBLEMS if p.module in (*algorithms, *shared)]
+    return [p for p in PROBLEMS if p.module in (*algorithms, *shared)] + [
+        variant(name) for name in algorithms if name in variants.names()]
 
 
 def scripts_of(algorithms):
     return [a for a in algorithms if a in SCRIPTS]
 
 
+def house_text(module):
+    """The solution's script of that name; a variant's is its patched parent."""
+    file = ROOT / f"{module}.py"
+    return variants.patched(module) if module in variants.names() else file.read_text()
+
+
 def student_files(algorithms, level, hints="all"):
     """({file name: text}, the lines that are gone) of the handout's scripts."""
     files, gone = {}, []
-    for module in (*scripts_of(algorithms), "common", "experiment", "rewards"):
-        text, lines = (ROOT / f"{module}.py").read_text(), []
+    later = [name for name in algorithms if name in variants.names()]
+    for module in (*scripts_of(algorithms), *later, "common", "experiment", "rewards"):
+        text, lines = house_text(module), []
         if level == "functions":
             marked = [p for p in chosen(algorithms) if p.module == module]
             text, lines = leave_out_functions(text, marked, hints)
@@ -168,7 +178,8 @@ def run_tests(plugin, modules, seed=0, more=()):
     """The house's tests of these modules, in this process, under a plugin. Nothing is printed."""
     import pytest
 
-    files = [*(str(TESTS / f"test_{module}.py") for module in modules), *map(str, more)]
+    places = [(HERE if module == "variants" else TESTS) / f"test_{module}.py" for module in modules]
+    files = list(map(str, [*places, *more]))
     options = ["-q", "--tb=native", "-p", "no:cacheprovider", "-c", os.devnull,
                "--rootdir", str(TESTS), "--hidden-seed", str(seed)]
     with redirect_stdout(io.StringIO()) as printed:
@@ -178,7 +189,7 @@ def run_tests(plugin, modules, seed=0, more=()):
     return code
 
 
-def make(out, algorithms, level, hints="all"):
+def make(out, algorithms, level, hints="all", classroom=False):
     """Write the student's folder."""
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"error: {out} is not empty; name a new folder")
@@ -191,6 +202,9 @@ def make(out, algorithms, level, hints="all"):
         files |= public_cases(algorithms)
     else:
         files |= public_stages(scripts_of(algorithms))
+    if classroom:
+        files[".github/workflows/classroom.yml"] = platforms.classroom(chosen(algorithms)
+            if level == "functions" else [], scripts_of(algorithms))
     refuse_leaks({n: text for n, text in files.items() if isinstance(text, str)}, gone)
     for name, data in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +219,7 @@ def public_cases(algorithms):
     from standin import Recorder
 
     recorder = Recorder(chosen(algorithms))
-    modules = sorted({p.module for p in chosen(algorithms)})
+    modules = sorted({p.file or p.module for p in chosen(algorithms)})
     if run_tests(recorder, modules, seed=1, more=[HERE / "drawn.py"]):
         raise SystemExit("error: the solution fails its own tests; run pytest")
     recorder.name_mistakes()
@@ -308,7 +322,7 @@ def grade_functions(student, problems, seed, limit, box):
                for problem in problems if f"{problem.module}.py" in student}
     grader = Grader(remotes)
     if remotes:
-        run_tests(grader, sorted({p.module for p in remotes}), seed, [HERE / "drawn.py"])
+        run_tests(grader, sorted({p.file or p.module for p in remotes}), seed, [HERE / "drawn.py"])
     box.sweep()  # from here on no process of the submission lives
     return [score(p, grader.results[p], remotes[p].dead) if p in remotes else
             result(p.name, p.points, [], f"no {p.module}.py") for p in problems]
@@ -317,7 +331,7 @@ def grade_functions(student, problems, seed, limit, box):
 def submission(folder):
     """{name: bytes} of the scripts in a student's folder: plain files of a sane size, no links."""
     found = {}
-    for name in (*(f"{s}.py" for s in SCRIPTS), "common.py", "experiment.py", "rewards.py"):
+    for name in (f"{s}.py" for s in (*SCRIPTS, *variants.names(), "common", "experiment", "rewards")):
         path = folder / name
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= 2**20:
             found[name] = path.read_bytes()
@@ -326,7 +340,7 @@ def submission(folder):
 
 def lay_out(problem, text):
     """The handout's files, with the student's one; the functions it may call are put in."""
-    algorithms = [problem.module] if problem.module in SCRIPTS else []
+    algorithms = [] if problem.module in ("common", "rewards") else [problem.module]
     given = student_files([*algorithms, "shared"], "functions")[0]
     files = {name: source.encode() for name, source in given.items()}
     for name in problem.given:
@@ -493,15 +507,17 @@ def grade_learning(student, script, box):
     steps, wanted = LEARN[script]
     if f"{script}.py" not in student:
         return result(f"{script}.learns", LEARN_POINTS, [], f"no {script}.py")
-    checks = []
+    checks, accuracies = [], []
     for seed in range(3):
         reached, message, cpu = learned(student, script, box, steps, seed)
         good = reached >= wanted
         checks.append((f"seed {seed}: {reached:.3f} after {steps} steps, {cpu:.0f} CPU s", good,
                        "" if good else message or
                        f"{reached:.3f} of the held-out questions, wanted {wanted}"))
+        accuracies.append(reached)
     share = sum(good for _, good, _ in checks) / 3
-    return result(f"{script}.learns", LEARN_POINTS, checks, "", share)
+    return result(f"{script}.learns", LEARN_POINTS, checks, "", share) | {
+        "accuracy": sum(accuracies) / 3}
 
 
 def learned(student, script, box, steps, seed):
@@ -545,19 +561,25 @@ def grade(folder, algorithms, level, seed, limit, training, box):
     return results
 
 
+def lines_of(r):
+    """One problem's part of the report: points, and the first three failures."""
+    passed = sum(c["passed"] for c in r["checks"])
+    share = f"{passed} of {len(r['checks'])} checks" if r["checks"] else ""
+    lines = [f"{r['name']:32}{r['points']:6g} of {r['of']:<4}{share}"]
+    if r["note"]:
+        lines.append(f"    {r['note']}")
+    failed = [c for c in r["checks"] if not c["passed"] and c["message"] != r["note"]]
+    for c in failed[:3]:
+        words = "\n".join(c["message"].splitlines()[:8])
+        lines.append(f"    {c['name']}: " + words.replace("\n", "\n        "))
+    if len(failed) > 3:
+        lines.append(f"    ... and {len(failed) - 3} more")
+    return "\n".join(lines)
+
+
 def say(results, seed):
-    """The report that a student can learn from: the first failures of each problem."""
-    for r in results:
-        passed = sum(c["passed"] for c in r["checks"])
-        share = f"{passed} of {len(r['checks'])} checks" if r["checks"] else ""
-        print(f"{r['name']:32}{r['points']:6g} of {r['of']:<4}{share}")
-        if r["note"]:
-            print(f"    {r['note']}")
-        failed = [c for c in r["checks"] if not c["passed"] and c["message"] != r["note"]]
-        for c in failed[:3]:
-            print(f"    {c['name']}: " + c["message"].replace("\n", "\n        "))
-        if len(failed) > 3:
-            print(f"    ... and {len(failed) - 3} more")
+    """The report that a student can learn from."""
+    print("\n".join(map(lines_of, results)))
     points, of = sum(r["points"] for r in results), sum(r["of"] for r in results)
     print(f"{'total':32}{points:6g} of {of}    (--hidden-seed {seed})")
 
@@ -649,12 +671,17 @@ def arguments():
     for name, what in (("make", "a new folder for students"), ("grade", "students' folders")):
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("folder", type=Path, help=what, nargs="+" if name == "grade" else None)
-        command.add_argument("--algorithms", nargs="+", choices=(*SCRIPTS, "shared"),
-                             default=list(SCRIPTS),
-                             help="shared: blanks of common.py and rewards.py, which scripts need")
+        command.add_argument("--algorithms", nargs="+", default=list(SCRIPTS),
+                             choices=(*SCRIPTS, "shared", *variants.names()), metavar="NAME",
+                             help=f"of {', '.join(SCRIPTS)}; shared: blanks of common.py and "
+                             "rewards.py, which scripts need; a variant: see variants.py")
         command.add_argument("--level", choices=("functions", "loop"), default="functions")
         if name == "make":
             command.add_argument("--hints", choices=("none", "few", "all"), default="all")
+            command.add_argument("--classroom", action="store_true",
+                                 help="also a workflow of GitHub Classroom")
+            command.add_argument("--gradescope", type=Path, metavar="FILE.zip",
+                                 help="also an autograder for Gradescope")
     command.add_argument("--hidden-seed", type=int, default=secrets.randbelow(10**6),
                          help="of the random inputs; default: another one every time")
     command.add_argument("--time-limit", type=int, default=30, help="CPU seconds per problem")
@@ -663,6 +690,7 @@ def arguments():
                          help="refuse to grade where nothing protects this machine")
     command.add_argument("--json", type=Path, help="also write the results here")
     command.add_argument("--junit", type=Path, help="also write JUnit's XML here")
+    command.add_argument("--results", type=Path, help="also write Gradescope's results.json here")
     command.add_argument("--csv", type=Path, help="a class: a row for each folder")
     command.add_argument("--jobs", type=int, default=1, help="a class: so many at a time")
     return parser.parse_args()
@@ -671,7 +699,10 @@ def arguments():
 def main():
     args = arguments()
     if args.command == "make":
-        return make(args.folder, args.algorithms, args.level, args.hints)
+        make(args.folder, args.algorithms, args.level, args.hints, args.classroom)
+        if args.gradescope:
+            platforms.gradescope(args.gradescope, args.algorithms, args.level)
+        return
     if args.command == "record":
         return record(args.script)
     import torch
@@ -700,6 +731,8 @@ def main():
         report = {"hidden_seed": args.hidden_seed, "points": sum(r["points"] for r in results),
                   "of": sum(r["of"] for r in results), "problems": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.results:
+        args.results.write_text(json.dumps(platforms.results(results, lines_of), indent=1) + "\n")
     if args.junit:
         args.junit.write_text(junit(results))
 

@@ -20,6 +20,7 @@ class Problem:
     hints: str
     tests: str  # a regular expression, searched in the names of tests/test_<module>.py
     given: tuple = ()  # marked functions of the same file that this one may call: put in, correct
+    file: str = ""  # tests/test_<file>.py, if not <module>
 
     @property
     def name(self):
@@ -172,6 +173,24 @@ _last_box: the contents of the last \\boxed{...} whose braces balance, or "". Wa
    the text (re.split at braces), with a stack of what was opened; \\{ and \\} are no braces.
 """, "test_(strict|lenient)_reading"),
 ]
+
+# --- the later algorithms, each an exercise --------------------------------------------------------
+
+
+def variant(name):
+    """A variant of variants/ as a problem: all the functions that make it, in its own script."""
+    import variants
+
+    told = variants.read(name).header
+    hints = [f"- {told['Idea']}", f"- {told['Equation']}", f"- {told['Why']}",
+             f"- {told['Setting']}", f"- {told['Here']}", f"- {told['Paper']}"]
+    tests = (rf"^Test_{name}::|^test_{name}_(?!refuses)|^test_\w+_the_peers\[{name}-"
+             rf"|^test_tied_groups\S+[\[-]{name}[\]-]|^test_groups_of_one\S+\[{name}\]")
+    if name == "reinforce_pp_baseline":
+        tests += "|^test_k2_has"
+    return Problem(name, tuple(variants.changed_functions(name)), 10, 30, "\n".join(hints), tests,
+                   file="variants")
+
 
 # --- the five stages of `train` ------------------------------------------------------------------
 
