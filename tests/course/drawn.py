@@ -131,7 +131,8 @@ def variant_rows():
 
     for name in variants.names():
         for function in variants.changed_functions(name) if name in sys.modules else ():
-            yield name, function, function, by_name(getattr(sys.modules[name], function))
+            problem = f"{name}.{variants.changed_functions(name)[0]}"
+            yield problem, function, function, by_name(getattr(sys.modules[name], function))
 
 
 def wide(rng):
@@ -204,8 +205,11 @@ def same(name, got, right):
         f"at place {worst}")
 
 
-@pytest.mark.parametrize("problem, name, kind, draw", [
-    pytest.param(*row, id=f"{row[0]}-{row[2]}") for row in (*DRAWS, *variant_rows())])
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("problem, name, kind, draw", [
+        pytest.param(*row, id=f"{row[0]}-{row[2]}") for row in (*DRAWS, *variant_rows())])
+
+
 def test_drawn(rng, problem, name, kind, draw):
     function = getattr(importlib.import_module(problem.split(".")[0]), name)
     solution = getattr(function, "__wrapped__", function)

@@ -288,11 +288,11 @@ def handout(algorithms, level):
     rows += [(f"{s}.learns", f"`{s}.py`, all together", LEARN_POINTS,
               f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in scripts]
     learn = "\n".join(f"| {s} | {LEARN[s][0]} | {LEARN[s][1]:.2f} |" for s in scripts)
+    learn = LEARN_TEXT.format(seconds=LEARN_SECONDS, rows=learn) if scripts else ""
     names = "\n".join(f"  - `{s}.py`: {STAGE_NAMES[s]}" for s in scripts)
     return (HERE / "handout.md").read_text().format(
         table="\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows),
-        total=sum(row[2] for row in rows), scripts=", ".join(scripts) or "shared files",
-        learn=learn, learn_seconds=LEARN_SECONDS,
+        total=sum(row[2] for row in rows), scripts=", ".join(algorithms), learn=learn,
         level=(LOOP_TEXT if level == "loop" else FUNCTIONS_TEXT).format(names=names))
 
 
@@ -300,6 +300,15 @@ FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a 
   problem pays only if a check on inputs drawn afresh is passed: all values and gradients within 1e-6.
 - Each problem is graded by itself: a mistake in one function costs nothing in another.
 - 30 seconds of CPU time and 10,000 printed lines per problem."""
+
+LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a model that gets a fifth of the
+  questions right. Five points for each of three seeds that reaches the accuracy below, one sample a
+  question, on 256 held-out questions, within {seconds} seconds of CPU time a run:
+
+| script | steps | accuracy |
+|---|---|---|
+{rows}
+"""
 
 LOOP_TEXT = """- Three steps of your script, with drawn settings, beside the solution's: a stage's points are shared
   out by its columns of `metrics.csv`, each within 0.2 %. A stage that differs is tried once more with
