@@ -35,10 +35,14 @@ from filelock import FileLock
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 ROOT = TESTS.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(HERE), str(TESTS)]
 
+import handout_stages  # noqa: E402
+import measure  # noqa: E402
+import platforms  # noqa: E402
+import variants  # noqa: E402
 from problems import (LEARN, LEARN_POINTS, LEARN_SECONDS, LOOP_POINTS, PROBLEMS,  # noqa: E402
-                      SCRIPTS, STAGES)
+                      SCRIPTS, STAGE_NAMES, STAGES, variant)
 from sandbox import Sandbox, protection  # noqa: E402
 
 # --- leaving out ---------------------------------------------------------------------------------
@@ -97,38 +101,66 @@ def leave_out_functions(source, problems, hints="all"):
     return "\n".join(lines) + "\n", gone
 
 
-def leave_out_stages(source, hints, level="all"):
-    """(source with hints for the ruled stages of `train`, the lines that are gone)."""
-    lines, gone = source.splitlines(), []
+def ruled(source):
+    """[(number, index of its ruler, index behind its last line)] of the stages of `train`."""
+    lines = source.splitlines()
     _, start, end = functions_of(source)["train"]
     rulers = [i for i in range(start, end) if re.match(r" {8}# [1-5] .*-{3,}$", lines[i])]
-    numbers = [int(lines[i].split()[1]) for i in rulers]
-    if not rulers or set(numbers) != set(hints):
-        raise SystemExit(f"error: train() has the stages {numbers}, problems.py {sorted(hints)}")
-    last = next(i for i in range(rulers[-1], end) if lines[i].startswith("    experiment.finish"))
-    for at, number, after in reversed([*zip(rulers, numbers, [*rulers[1:], last])]):
-        gone += lines[at + 1 : after]
-        told = comment(some(hints[number], level), " " * 8)
-        if at == rulers[0]:
-            told.append(' ' * 8 + 'raise NotImplementedError("train")')
-        lines[at + 1 : after] = told if after == last else [*told, ""]
+    last = next((i for i in range(start, end) if lines[i].startswith("    experiment.finish")), end)
+    return [(int(lines[i].split()[1]), i, after) for i, after in zip(rulers, [*rulers[1:], last])]
+
+
+def leave_out_stages(source, hints, level="all", only="12345"):
+    """(source with hints for the ruled stages of `train`, the lines that are gone)."""
+    lines, gone, stages = source.splitlines(), [], ruled(source)
+    if not stages or {number for number, *_ in stages} != set(hints):
+        raise SystemExit(f"error: train() has the stages {stages}, problems.py {sorted(hints)}")
+    for number, at, after in reversed(stages):
+        if str(number) in only:
+            gone += lines[at + 1 : after]
+            told = comment(some(hints[number], level), " " * 8)
+            told.append(" " * 8 + f'raise NotImplementedError("{number}")')
+            lines[at + 1 : after] = told if number == stages[-1][0] else [*told, ""]
     return "\n".join(lines) + "\n", gone
+
+
+def with_stage(solution, student, number):
+    """The solution's script with the student's stage of that number; None if it can't be found."""
+    try:
+        text = student.decode()
+        theirs = {n: text.splitlines()[at:after] for n, at, after in ruled(text)}
+    except (SyntaxError, ValueError, KeyError):
+        return None
+    lines = solution.splitlines()
+    for n, at, after in ruled(solution):
+        if n == number and n in theirs:
+            lines[at:after] = theirs[n]
+            return ("\n".join(lines) + "\n").encode()
+    return None
 
 
 def chosen(algorithms):
     shared = ("common", "rewards") if "shared" in algorithms else ()
-    return [p for p in PROBLEMS if p.module in (*algorithms, *shared)]
+    return [p for p in PROBLEMS if p.module in (*algorithms, *shared)] + [
+        variant(name) for name in algorithms if name in variants.names()]
 
 
 def scripts_of(algorithms):
     return [a for a in algorithms if a in SCRIPTS]
 
 
+def house_text(module):
+    """The solution's script of that name; a variant's is its patched parent."""
+    file = ROOT / f"{module}.py"
+    return variants.patched(module) if module in variants.names() else file.read_text()
+
+
 def student_files(algorithms, level, hints="all"):
     """({file name: text}, the lines that are gone) of the handout's scripts."""
     files, gone = {}, []
-    for module in (*scripts_of(algorithms), "common", "experiment", "rewards"):
-        text, lines = (ROOT / f"{module}.py").read_text(), []
+    later = [name for name in algorithms if name in variants.names()]
+    for module in (*scripts_of(algorithms), *later, "common", "experiment", "rewards"):
+        text, lines = house_text(module), []
         if level == "functions":
             marked = [p for p in chosen(algorithms) if p.module == module]
             text, lines = leave_out_functions(text, marked, hints)
@@ -146,7 +178,8 @@ def run_tests(plugin, modules, seed=0, more=()):
     """The house's tests of these modules, in this process, under a plugin. Nothing is printed."""
     import pytest
 
-    files = [*(str(TESTS / f"test_{module}.py") for module in modules), *map(str, more)]
+    places = [(HERE if module == "variants" else TESTS) / f"test_{module}.py" for module in modules]
+    files = list(map(str, [*places, *more]))
     options = ["-q", "--tb=native", "-p", "no:cacheprovider", "-c", os.devnull,
                "--rootdir", str(TESTS), "--hidden-seed", str(seed)]
     with redirect_stdout(io.StringIO()) as printed:
@@ -156,31 +189,77 @@ def run_tests(plugin, modules, seed=0, more=()):
     return code
 
 
-def make(out, algorithms, level, hints="all"):
+def make(out, algorithms, level, hints="all", classroom=False):
     """Write the student's folder."""
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"error: {out} is not empty; name a new folder")
     files, gone = student_files(algorithms, level, hints)
-    for name in ("requirements.txt", "LICENSE"):
+    for name in ("requirements.txt", "LICENSE", "plots/figures.py", "plots/table.py"):
         files[name] = (ROOT / name).read_text()
     files["HANDOUT.md"] = handout(algorithms, level)
+    files["MEASURE.md"] = measure.page(scripts_of(algorithms))
     if level == "functions":
-        from standin import Recorder
-
-        recorder = Recorder(chosen(algorithms))
-        modules = sorted({p.module for p in chosen(algorithms)})
-        if run_tests(recorder, modules, seed=1, more=[HERE / "drawn.py"]):
-            raise SystemExit("error: the solution fails its own tests; run pytest")
-        files["tests/cases.json"] = "[\n" + ",\n".join(map(json.dumps, recorder.cases)) + "\n]\n"
-        files["tests/test_cases.py"] = (HERE / "handout_cases.py").read_text()
-        files["tests/worker.py"] = (HERE / "worker.py").read_text()
-    refuse_leaks(files, gone)
-    for name, text in files.items():
+        files |= public_cases(algorithms)
+    else:
+        files |= public_stages(scripts_of(algorithms))
+    if classroom:
+        files[".github/workflows/classroom.yml"] = platforms.classroom(chosen(algorithms)
+            if level == "functions" else [], scripts_of(algorithms))
+    refuse_leaks({n: text for n, text in files.items() if isinstance(text, str)}, gone)
+    for name, data in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+        (out / name).write_bytes(data.encode() if isinstance(data, str) else data)
     names = " ".join(algorithms)
     print(f"{out}: {len(files)} files. To grade what comes back:\n"
           f"  python tests/course/exercise.py grade DIR --algorithms {names} --level {level}")
+
+
+def public_cases(algorithms):
+    """{file name: text}: what the solution's functions answer, and the test of it."""
+    from standin import Recorder
+
+    recorder = Recorder(chosen(algorithms))
+    modules = sorted({p.file or p.module for p in chosen(algorithms)})
+    if run_tests(recorder, modules, seed=1, more=[HERE / "drawn.py"]):
+        raise SystemExit("error: the solution fails its own tests; run pytest")
+    recorder.name_mistakes()
+    cases = "[\n" + ",\n".join(map(json.dumps, recorder.cases)) + "\n]\n"
+    return {"tests/cases.json": cases, "tests/worker.py": (HERE / "worker.py").read_text(),
+            "tests/test_cases.py": (HERE / "handout_cases.py").read_text(),
+            "pytest.ini": "[pytest]\naddopts = -q -rN --no-header --maxfail 3 -p no:cacheprovider\n"}
+
+
+def public_stages(scripts):
+    """{file name: text or bytes}: what the solution's loop had after each stage, the check of it,
+    and the model it starts from."""
+    files = {"tests/check_stages.py": (HERE / "handout_stages.py").read_text()}
+    files |= {f"tests/model/{path.name}": path.read_bytes() for path in warm_start().iterdir()}
+    recorded = {}
+    for script in scripts:
+        told = subprocess.run([sys.executable, str(HERE / "exercise.py"), "record", script],
+                              capture_output=True, text=True)
+        if told.returncode:
+            raise SystemExit(f"error: {script}.py does not run: {told.stderr[-500:]}")
+        recorded[script] = json.loads(told.stdout.splitlines()[-1])
+    return files | {"tests/stages.json": json.dumps(recorded, indent=1) + "\n"}
+
+
+def record(script):
+    """Print, as JSON, what the solution's loop had: at its fifth stage, and after three steps."""
+    arguments = loop_arguments(1)
+    text, _ = leave_out_stages((ROOT / f"{script}.py").read_text(), STAGES[script], only="5")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"{script}_5.py").write_text(text)
+        sys.path.insert(0, folder)
+        flags = f"--model {warm_start()} {arguments}"
+        first = handout_stages.train(f"{script}_5", flags, Path(folder, "first"))
+        numbers = handout_stages.numbers(first[1])
+        handout_stages.train(script, flags, Path(folder, "run"))
+        rows = handout_stages.rows_of(Path(folder, "run"))
+    columns = {stage: [c for c in columns.split() if any(row[c] for row in rows)]
+               for stage, (_, columns) in LOOP_POINTS.items()}
+    print(json.dumps({"arguments": arguments, "first step": numbers, "rows": rows,
+                      "columns": {stage: c for stage, c in columns.items() if c}}))
 
 
 def refuse_leaks(files, gone):
@@ -197,19 +276,46 @@ def refuse_leaks(files, gone):
 
 def handout(algorithms, level):
     """HANDOUT.md."""
+    scripts = scripts_of(algorithms)
     if level == "functions":
         rows = [(p.name, f"`{p.module}.py`: {', '.join(f'`{f}`' for f in p.functions)}", p.points,
-                 f"`python -m pytest tests -k {p.name}`", p.minutes) for p in chosen(algorithms)]
+                 f"`python -m pytest tests -k {p.name}`", p.minutes)
+                for p in sorted(chosen(algorithms), key=lambda p: p.module in SCRIPTS)]
     else:
-        rows = [(f"{s}.train", f"`{s}.py`: the stages of `train`",
-                 sum(points for points, _ in LOOP_POINTS.values()),
-                 f"`python {s}.py --steps 3 --prompts_per_step 4`", 180) for s in scripts_of(algorithms)]
+        rows = [(f"{s}.train {stage}", f"`{s}.py`: stage {stage} of `train`", points,
+                 f"`python tests/check_stages.py {s}`", 35)
+                for s in scripts for stage, (points, _) in LOOP_POINTS.items()]
     rows += [(f"{s}.learns", f"`{s}.py`, all together", LEARN_POINTS,
-              f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in scripts_of(algorithms)]
-    table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+              f"`python {s}.py --steps {LEARN[s][0]}`", 2) for s in scripts]
+    learn = "\n".join(f"| {s} | {LEARN[s][0]} | {LEARN[s][1]:.2f} |" for s in scripts)
+    learn = LEARN_TEXT.format(seconds=LEARN_SECONDS, rows=learn) if scripts else ""
+    names = "\n".join(f"  - `{s}.py`: {STAGE_NAMES[s]}" for s in scripts)
     return (HERE / "handout.md").read_text().format(
-        table=table, total=sum(row[2] for row in rows), scripts=", ".join(scripts_of(algorithms)))
+        table="\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows),
+        total=sum(row[2] for row in rows), scripts=", ".join(algorithms), learn=learn,
+        level=(LOOP_TEXT if level == "loop" else FUNCTIONS_TEXT).format(names=names))
 
+
+FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a test with many cases is one check. But a
+  problem pays only if a check on inputs drawn afresh is passed: all values and gradients within 1e-6.
+- Each problem is graded by itself: a mistake in one function costs nothing in another.
+- 30 seconds of CPU time and 10,000 printed lines per problem."""
+
+LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a model that gets a fifth of the
+  questions right. Five points for each of three seeds that reaches the accuracy below, one sample a
+  question, on 256 held-out questions, within {seconds} seconds of CPU time a run:
+
+| script | steps | accuracy |
+|---|---|---|
+{rows}
+"""
+
+LOOP_TEXT = """- Three steps of your script, with drawn settings, beside the solution's: a stage's points are shared
+  out by its columns of `metrics.csv`, each within 0.2 %. A stage that differs is tried once more with
+  the solution's other stages around it, so keep the names that go from stage to stage:
+{names}
+- Write the stages in their order: the check runs as far as the first that is blank. 60 seconds of
+  CPU time."""
 
 # --- grade: functions ----------------------------------------------------------------------------
 
@@ -225,7 +331,7 @@ def grade_functions(student, problems, seed, limit, box):
                for problem in problems if f"{problem.module}.py" in student}
     grader = Grader(remotes)
     if remotes:
-        run_tests(grader, sorted({p.module for p in remotes}), seed, [HERE / "drawn.py"])
+        run_tests(grader, sorted({p.file or p.module for p in remotes}), seed, [HERE / "drawn.py"])
     box.sweep()  # from here on no process of the submission lives
     return [score(p, grader.results[p], remotes[p].dead) if p in remotes else
             result(p.name, p.points, [], f"no {p.module}.py") for p in problems]
@@ -234,7 +340,7 @@ def grade_functions(student, problems, seed, limit, box):
 def submission(folder):
     """{name: bytes} of the scripts in a student's folder: plain files of a sane size, no links."""
     found = {}
-    for name in (*(f"{s}.py" for s in SCRIPTS), "common.py", "experiment.py", "rewards.py"):
+    for name in (f"{s}.py" for s in (*SCRIPTS, *variants.names(), "common", "experiment", "rewards")):
         path = folder / name
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= 2**20:
             found[name] = path.read_bytes()
@@ -243,7 +349,7 @@ def submission(folder):
 
 def lay_out(problem, text):
     """The handout's files, with the student's one; the functions it may call are put in."""
-    algorithms = [problem.module] if problem.module in SCRIPTS else []
+    algorithms = [] if problem.module in ("common", "rewards") else [problem.module]
     given = student_files([*algorithms, "shared"], "functions")[0]
     files = {name: source.encode() for name, source in given.items()}
     for name in problem.given:
@@ -359,22 +465,33 @@ def loop_arguments(seed):
 
 
 def grade_loop(student, script, seed, box):
-    """The student's three steps beside the solution's: metrics.csv, stage by stage."""
-    trouble, rows = f"no {script}.py", []
+    """The student's three steps beside the solution's: metrics.csv, stage by stage. A stage that
+    differs is tried once more among the solution's others: no stage pays for another's fault."""
     arguments = f"{from_warm(box)} {loop_arguments(seed)}"
-    said, ours, _ = run_script(box, house_files(), script, arguments, 60, ["metrics.csv"])
+
+    def rows_of(files):
+        said, found, _ = run_script(box, files, script, arguments, 60, ["metrics.csv"])
+        return said, table_of(found)
+
+    said, right = rows_of(house_files())
     if said:
         raise SystemExit(f"error: the solution does not run: {said}")
+    trouble, rows, results = f"no {script}.py", [], []
     if f"{script}.py" in student:
-        trouble, theirs, _ = run_script(box, beside_ours(student, script), script, arguments,
-                                        60, ["metrics.csv"])
-        rows = table_of(theirs)
-    right, results = table_of(ours), []
+        trouble, rows = rows_of(beside_ours(student, script))
     for stage, (points, columns) in LOOP_POINTS.items():
-        checks = [(c, *same_column(c, rows, right)) for c in columns.split()
-                  if any(row[c] for row in right)]
+        columns = [c for c in columns.split() if any(row[c] for row in right)]
+        checks, note = [(c, *same_column(c, rows, right)) for c in columns], trouble
+        if not all(passed for _, passed, _ in checks) and f"{script}.py" in student:
+            alone = with_stage((ROOT / f"{script}.py").read_text(), student[f"{script}.py"],
+                               int(stage[0]))
+            if alone:
+                said, own = rows_of(house_files() | {f"{script}.py": alone})
+                again = [(c, *same_column(c, own, right)) for c in columns]
+                if sum(passed for _, passed, _ in again) > sum(passed for _, passed, _ in checks):
+                    checks, note = again, said
         share = sum(passed for _, passed, _ in checks) / max(len(checks), 1)
-        results.append(result(f"{script}.train {stage}", points, checks, trouble, share))
+        results.append(result(f"{script}.train {stage}", points, checks, note, share))
     return results
 
 
@@ -399,15 +516,17 @@ def grade_learning(student, script, box):
     steps, wanted = LEARN[script]
     if f"{script}.py" not in student:
         return result(f"{script}.learns", LEARN_POINTS, [], f"no {script}.py")
-    checks = []
+    checks, accuracies = [], []
     for seed in range(3):
         reached, message, cpu = learned(student, script, box, steps, seed)
         good = reached >= wanted
         checks.append((f"seed {seed}: {reached:.3f} after {steps} steps, {cpu:.0f} CPU s", good,
                        "" if good else message or
                        f"{reached:.3f} of the held-out questions, wanted {wanted}"))
+        accuracies.append(reached)
     share = sum(good for _, good, _ in checks) / 3
-    return result(f"{script}.learns", LEARN_POINTS, checks, "", share)
+    return result(f"{script}.learns", LEARN_POINTS, checks, "", share) | {
+        "accuracy": sum(accuracies) / 3}
 
 
 def learned(student, script, box, steps, seed):
@@ -451,19 +570,25 @@ def grade(folder, algorithms, level, seed, limit, training, box):
     return results
 
 
+def lines_of(r):
+    """One problem's part of the report: points, and the first three failures."""
+    passed = sum(c["passed"] for c in r["checks"])
+    share = f"{passed} of {len(r['checks'])} checks" if r["checks"] else ""
+    lines = [f"{r['name']:32}{r['points']:6g} of {r['of']:<4}{share}"]
+    if r["note"]:
+        lines.append(f"    {r['note']}")
+    failed = [c for c in r["checks"] if not c["passed"] and c["message"] != r["note"]]
+    for c in failed[:3]:
+        words = "\n".join(c["message"].splitlines()[:8])
+        lines.append(f"    {c['name']}: " + words.replace("\n", "\n        "))
+    if len(failed) > 3:
+        lines.append(f"    ... and {len(failed) - 3} more")
+    return "\n".join(lines)
+
+
 def say(results, seed):
-    """The report that a student can learn from: the first failures of each problem."""
-    for r in results:
-        passed = sum(c["passed"] for c in r["checks"])
-        share = f"{passed} of {len(r['checks'])} checks" if r["checks"] else ""
-        print(f"{r['name']:32}{r['points']:6g} of {r['of']:<4}{share}")
-        if r["note"]:
-            print(f"    {r['note']}")
-        failed = [c for c in r["checks"] if not c["passed"] and c["message"] != r["note"]]
-        for c in failed[:3]:
-            print(f"    {c['name']}: " + c["message"].replace("\n", "\n        "))
-        if len(failed) > 3:
-            print(f"    ... and {len(failed) - 3} more")
+    """The report that a student can learn from."""
+    print("\n".join(map(lines_of, results)))
     points, of = sum(r["points"] for r in results), sum(r["of"] for r in results)
     print(f"{'total':32}{points:6g} of {of}    (--hidden-seed {seed})")
 
@@ -550,15 +675,22 @@ def summary(graded):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")  # make's own: a process for each loop
+    recording.add_argument("script", choices=SCRIPTS)
     for name, what in (("make", "a new folder for students"), ("grade", "students' folders")):
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("folder", type=Path, help=what, nargs="+" if name == "grade" else None)
-        command.add_argument("--algorithms", nargs="+", choices=(*SCRIPTS, "shared"),
-                             default=["shared", *SCRIPTS],
-                             help="shared: the blanks of common.py and rewards.py, too")
+        command.add_argument("--algorithms", nargs="+", default=list(SCRIPTS),
+                             choices=(*SCRIPTS, "shared", *variants.names()), metavar="NAME",
+                             help=f"of {', '.join(SCRIPTS)}; shared: blanks of common.py and "
+                             "rewards.py, which scripts need; a variant: see variants.py")
         command.add_argument("--level", choices=("functions", "loop"), default="functions")
         if name == "make":
             command.add_argument("--hints", choices=("none", "few", "all"), default="all")
+            command.add_argument("--classroom", action="store_true",
+                                 help="also a workflow of GitHub Classroom")
+            command.add_argument("--gradescope", type=Path, metavar="FILE.zip",
+                                 help="also an autograder for Gradescope")
     command.add_argument("--hidden-seed", type=int, default=secrets.randbelow(10**6),
                          help="of the random inputs; default: another one every time")
     command.add_argument("--time-limit", type=int, default=30, help="CPU seconds per problem")
@@ -567,6 +699,7 @@ def arguments():
                          help="refuse to grade where nothing protects this machine")
     command.add_argument("--json", type=Path, help="also write the results here")
     command.add_argument("--junit", type=Path, help="also write JUnit's XML here")
+    command.add_argument("--results", type=Path, help="also write Gradescope's results.json here")
     command.add_argument("--csv", type=Path, help="a class: a row for each folder")
     command.add_argument("--jobs", type=int, default=1, help="a class: so many at a time")
     return parser.parse_args()
@@ -575,7 +708,12 @@ def arguments():
 def main():
     args = arguments()
     if args.command == "make":
-        return make(args.folder, args.algorithms, args.level, args.hints)
+        make(args.folder, args.algorithms, args.level, args.hints, args.classroom)
+        if args.gradescope:
+            platforms.gradescope(args.gradescope, args.algorithms, args.level)
+        return
+    if args.command == "record":
+        return record(args.script)
     import torch
 
     torch.set_num_threads(1)  # the same work whatever else the machine does
@@ -602,6 +740,8 @@ def main():
         report = {"hidden_seed": args.hidden_seed, "points": sum(r["points"] for r in results),
                   "of": sum(r["of"] for r in results), "problems": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.results:
+        args.results.write_text(json.dumps(platforms.results(results, lines_of), indent=1) + "\n")
     if args.junit:
         args.junit.write_text(junit(results))
 

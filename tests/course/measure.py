@@ -128,10 +128,12 @@ def numbers(rows, column):
 
 def table(runs):
     """Markdown: accuracies at the end, and each column as its mean over the first and the last
-    ten steps."""
+    ten steps, of the runs that are complete."""
     lines = ["| | run | greedy | sampled | first ten steps -> last ten |", "|---|---|---|---|---|"]
     for number, question in enumerate(QUESTIONS):
         for setting, flags in enumerate(question.settings):
+            if not (folder_of(runs, number, setting) / "final").is_dir():
+                continue  # not run, or not to its end
             with open(folder_of(runs, number, setting) / "metrics.csv") as file:
                 rows = list(csv.DictReader(file))
             ends = [f"{numbers(rows, c)[-1]:.2f}" for c in ("eval_accuracy", "eval_sampled")]

@@ -20,6 +20,7 @@ class Problem:
     hints: str
     tests: str  # a regular expression, searched in the names of tests/test_<module>.py
     given: tuple = ()  # marked functions of the same file that this one may call: put in, correct
+    file: str = ""  # tests/test_<file>.py, if not <module>
 
     @property
     def name(self):
@@ -173,6 +174,24 @@ _last_box: the contents of the last \\boxed{...} whose braces balance, or "". Wa
 """, "test_(strict|lenient)_reading"),
 ]
 
+# --- the later algorithms, each an exercise --------------------------------------------------------
+
+
+def variant(name):
+    """A variant of variants/ as a problem: all the functions that make it, in its own script."""
+    import variants
+
+    told = variants.read(name).header
+    hints = [f"- {told['Idea']}", f"- {told['Equation']}", f"- {told['Why']}",
+             f"- {told['Setting']}", f"- {told['Here']}", f"- {told['Paper']}"]
+    tests = (rf"^Test_{name}::|^test_{name}_(?!refuses)|^test_\w+_the_peers\[{name}-"
+             rf"|^test_tied_groups\S+[\[-]{name}[\]-]|^test_groups_of_one\S+\[{name}\]")
+    if name == "reinforce_pp_baseline":
+        tests += "|^test_k2_has"
+    return Problem(name, tuple(variants.changed_functions(name)), 10, 30, "\n".join(hints), tests,
+                   file="variants")
+
+
 # --- the five stages of `train` ------------------------------------------------------------------
 
 SAMPLE = """
@@ -189,11 +208,12 @@ GROUPS = """
 LOG = """
 - A step is done: count it (run.advance).
 - Every cfg.eval_every steps (run.due) experiment.evaluate on data.heldout, else {}.
-- log.add(...): {log}
+- log.add(run.step, batch, ...): {log}
 - Every cfg.save_every steps run.save(sampler).
 """
 UPDATE = """
-- Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): old{ref} and new log-probs share it.
+- Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): old{ref} and new
+  log-probs share it.
 - old_logp of the whole batch (common.whole_logps), before anything moves. With a single update per
   rollout it is logp.detach() of the update itself and needs no pass.{more}
 - log.lap("t_logp"), a common.Meter().
@@ -206,8 +226,13 @@ UPDATE = """
     past ones), common.optimizer_step, meter.step(grad_norm=..., lr=...), one more run.updates.
 - sampler.refresh(), log.lap("t_update").
 """
-LOG_GROUPS = "batch, advantages, meter, result, sampler, tied_frac=the share of\n  groups whose " \
-    "advantages are all 0"
+LOG_GROUPS = "advantages, meter, the evaluation, tied_frac=the share of groups\n" \
+    "  whose advantages are all 0"
+STAGE_NAMES = {  # what goes from one stage to a later one
+    "grpo": "`batch`, `advantages`, `meter`", "gspo": "`batch`, `advantages`, `meter`",
+    "dapo": "`batch`, `everything` (all that was sampled), `rounds`, `dropped`, `advantages`, `meter`",
+    "ppo": "`batch`, `cuts`, `old_logp`, `ref_logp`, `old_values`, `kl`, `rewards`, `advantages`, "
+           "`returns`, `meter`"}
 STAGES = {  # script -> number of the ruled stage -> hints
     "grpo": {1: SAMPLE, 2: SCORE, 3: GROUPS, 4: UPDATE.format(
         ref=", reference", total="its number of rows", more="""
@@ -228,9 +253,11 @@ STAGES = {  # script -> number of the ruled stage -> hints
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
 - Without cfg.token_mean the weights are answer_weights, with the minibatch's rows as total."""),
         5: LOG.replace("{log}", LOG_GROUPS.replace(
-            "sampler,", "sampler, all that was sampled,") + ", gen_rounds=the\n  rounds, groups_dropped=the groups dropped")},
+            "the evaluation,", "the evaluation, all that was sampled,") + ",\n  gen_rounds=the rounds, "
+            "groups_dropped=the groups dropped")},
     "ppo": {1: SAMPLE, 2: SCORE, 3: """
-- Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): all log-probs and values share it.
+- Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): all log-probs and
+  values share it.
 - old_logp, ref_logp (old_logp itself without a reference) and old_values, (N, T) each, with
   common.whole_logps and common.whole(micro_values, ...).
 - `kl`, a float: the mean over answers of the mean over tokens of old_logp - ref_logp.
@@ -247,8 +274,8 @@ STAGES = {  # script -> number of the ruled stage -> hints
     Then common.optimizer_step for policy and critic, both learning rates warmed up over
     cfg.lr_warmup steps; meter.step(grad_norm=..., lr=...); one more run.updates.
 - sampler.refresh(), log.lap("t_update").
-""", 5: LOG.replace("{log}", """batch, advantages, meter, result, sampler, ref_kl (None without a
-  reference), kl_coef, explained_var.
+""", 5: LOG.replace("{log}", """answer_means of the advantages, meter, the evaluation,
+  ref_kl (None without a reference), kl_coef, explained_var.
 - With cfg.kl_target the weight adapts: kl_coef grows by min(max(kl / target - 1, -0.2), 0.2)
   times answers / cfg.kl_horizon; keep it in run.kept["kl_coef"], too.""")},
 }

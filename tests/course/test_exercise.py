@@ -1,14 +1,24 @@
 """Course: exercise.py makes a folder without the solution and grades what comes back."""
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import yaml
 
 import exercise
+import handout_stages
+import platforms
+import variants
 from problems import LEARN, PROBLEMS, SCRIPTS, STAGES
 from sandbox import Sandbox, protection
 
@@ -59,11 +69,13 @@ def handout(tmp_path_factory):
 
 def test_handout_is_complete(handout):
     names = {str(p.relative_to(handout)) for p in handout.rglob("*") if p.is_file()}
-    assert names == {*(f"{m}.py" for m in (*SCRIPTS, "common", "experiment", "rewards")), "HANDOUT.md",
-                     "LICENSE", "requirements.txt", "tests/cases.json", "tests/test_cases.py",
-                     "tests/worker.py"}
+    assert names == {
+        *(f"{m}.py" for m in (*SCRIPTS, "common", "experiment", "rewards")), "HANDOUT.md",
+        "MEASURE.md", "LICENSE", "requirements.txt", "pytest.ini", "plots/figures.py",
+        "plots/table.py", "tests/cases.json", "tests/test_cases.py", "tests/worker.py"}
     page = (handout / "HANDOUT.md").read_text()
     assert all(f"-k {problem.name}`" in page for problem in PROBLEMS)
+    assert all(f"| {s} | {steps} | {wanted:.2f} |" in page for s, (steps, wanted) in LEARN.items())
 
 
 @pytest.mark.parametrize("level", ["functions", "loop"])
@@ -124,11 +136,17 @@ def test_public_tests_pass_on_the_solution_and_name_mistakes(handout, tmp_path):
     (folder / "tests").mkdir()
     for file in (handout / "tests").iterdir():
         (folder / "tests" / file.name).write_text(file.read_text())
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--tb=short", "-p",
-                           "no:cacheprovider", "tests", "-k", "grpo"], cwd=folder, capture_output=True, text=True)
-    failed = re.findall(r"^FAILED \S+\[(\S+?)-", done.stdout, re.M)
+    shutil.copy(handout / "pytest.ini", folder)
+    done = subprocess.run([sys.executable, "-m", "pytest", "tests", "-k", "grpo", "--maxfail=99"],
+                          cwd=folder, capture_output=True, text=True)
+    failed = re.findall(r"^_+ test_case\[(\S+?)-", done.stdout, re.M)
     assert set(failed) == {"grpo.group_advantages"}
     assert "looks like the standard deviation without Bessel's correction" in done.stdout
+    parts = re.split(r"^_{3,} .*_{3,}$", done.stdout, flags=re.M)[1:]
+    assert len(parts) == len(failed) and all(len(x.splitlines()) <= 10 for x in parts)
+    by_hand = parts[[i for i, n in enumerate(re.findall(r"^_+ (.*) _+$", done.stdout, re.M))
+                     if "by_hand" in n][0]]
+    assert "looks like biased std" in by_hand
 
 
 # --- grade ---------------------------------------------------------------------------------------
@@ -215,6 +233,167 @@ def test_a_run_is_compared_stage_by_stage(tmp_path):
     assert exercise.same_column("pg_loss", rows, right) == (
         False, "step 2: got 0.3, expected 0.25")
     assert exercise.same_column("pg_loss", [], right)[1] == "step 1: got no row, expected 0.5"
+
+
+def test_a_stage_among_the_solutions():
+    """Its own lines move, no others; a script without that stage can't give it."""
+    text = (ROOT / "grpo.py").read_text()
+    other = text.replace("score(batch)", "mine(batch)").replace("group_advantages(batch", "no(batch")
+    assert exercise.with_stage(text, text.encode(), 2) == text.encode()
+    assert exercise.with_stage(text, other.encode(), 2) == text.replace(
+        "score(batch)", "mine(batch)").encode()
+    assert exercise.with_stage(text, b"def train(cfg):\n    pass\n", 2) is None
+    assert exercise.with_stage(text, b"def train(", 2) is None
+
+
+def test_check_of_stages_says_the_first_difference():
+    batch = SimpleNamespace(
+        mask=torch.tensor([[1, 1], [1, 0]]), tokens=torch.tensor([[3, 4], [5, 6]]),
+        rewards=torch.tensor([1.0, 0.0]), correct=torch.tensor([1.0, 0.0]))
+    type(batch).__len__ = lambda self: 2
+    right = {"first step": handout_stages.numbers(
+        {"batch": batch, "advantages": torch.tensor([0.7, -0.7])})}
+    assert [stage for stage, _ in handout_stages.compare("3", {"batch": batch}, None, right)] == [
+        "1", "2"]
+    batch.rewards = torch.tensor([1.0, 1.0])
+    told = dict(handout_stages.compare("4", {"batch": batch}, None, right))
+    assert told["1"] == "" and told["2"] == "mean batch.rewards: got 1.0, expected 0.5"
+    assert told["3"].startswith("mean |advantage|: got nothing")
+
+
+# --- a class, and where it lives -----------------------------------------------------------------
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Instead of grading: `exploded` fails, the others get a report; the calls are noted."""
+    calls = []
+
+    def run(command, **_):
+        name = Path(command[3]).name
+        calls.append(name)
+        if name == "exploded":
+            return SimpleNamespace(returncode=1, stdout="", stderr="bang")
+        checks = [{"name": "by hand", "passed": name == "a", "message": "no"}]
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({
+            "hidden_seed": 7, "points": 5 * (name == "a"), "of": 5, "problems": [
+                {"name": "grpo.kl_k3", "points": 5 * (name == "a"), "checks": checks}]}))
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+    monkeypatch.setattr(exercise.subprocess, "run", run)
+    return calls
+
+
+def test_a_class_goes_on_where_it_was_stopped(stub, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("a", "b", "exploded")]
+    for expected in (["a", "b", "exploded"], ["exploded"]):
+        stub.clear()
+        with pytest.raises(SystemExit, match="exploded: not graded"):
+            exercise.grade_class(folders, tmp_path / "grades.csv", 2, [], 7)
+        assert sorted(stub) == expected
+    assert "1 of 2 failed grpo.kl_k3: by hand" in capsys.readouterr().out
+    rows = [line.split(",") for line in (tmp_path / "grades.csv").read_text().split()]
+    assert rows == [["submission", "points", "of", "grpo.kl_k3"], ["a", "5", "5", "5"],
+                    ["b", "0", "5", "0"]]
+    with pytest.raises(SystemExit, match="two submissions are named a"):
+        exercise.grade_class([tmp_path / "a", tmp_path / "x" / "a"], tmp_path / "g.csv", 1, [], 7)
+
+
+@pytest.fixture(scope="module")
+def cispo(tmp_path_factory):
+    """(handout of a variant, with its workflow; Gradescope's zip)."""
+    out = tmp_path_factory.mktemp("variant")
+    exercise.make(out / "hand", ["cispo"], "functions", classroom=True)
+    platforms.gradescope(out / "auto.zip", ["cispo"], "functions")
+    return out / "hand", out / "auto.zip"
+
+
+def test_a_variant_is_an_exercise(box, cispo, tmp_path):
+    """The solution gets all, the blank nothing, and so does DAPO's loss, which it comes from."""
+    texts = {"blank": (cispo[0] / "cispo.py").read_text(), "right": variants.patched("cispo"),
+             "parent": (ROOT / "dapo.py").read_text()}
+    assert "raise NotImplementedError" in texts["blank"] and "2506.13585" in texts["blank"]
+    points = {}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cispo.py").write_text(text)
+        (graded,) = exercise.grade(tmp_path / name, ["cispo"], "functions", 7, 5, False, box)
+        points[name] = graded["points"]
+    assert points == {"blank": 0, "right": 10, "parent": 0}
+
+
+def test_gradescopes_format():
+    graded = [exercise.result("grpo.kl_k3", 5, [("by hand", False, "got 1")], "", 0.4),
+              exercise.result("grpo.learns", 15, [], "", 1.0) | {"accuracy": 0.61}]
+    told = platforms.results(graded, exercise.lines_of)
+    assert told["score"] == 17 and told["leaderboard"] == [
+        {"name": "grpo held-out accuracy", "value": 0.61, "order": "desc"}]
+    assert [(t["score"], t["max_score"], t["status"]) for t in told["tests"]] == [
+        (2.0, 5, "failed"), (15.0, 15, "passed")]
+    assert "by hand: got 1" in told["tests"][0]["output"]
+
+
+@pytest.mark.slow
+def test_gradescopes_autograder_in_a_clean_folder(cispo, tmp_path):
+    """Its own command on a blank and a full submission; setup.sh is only read (it installs)."""
+    with zipfile.ZipFile(cispo[1]) as archive:
+        archive.extractall(tmp_path / "source")
+    for name in ("setup.sh", "run_autograder"):
+        subprocess.run(["bash", "-n", tmp_path / "source" / name], check=True)
+    python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for text, points in (((cispo[0] / "cispo.py").read_text(), 0), (variants.patched("cispo"), 10)):
+        (tmp_path / "submission").mkdir(exist_ok=True)
+        (tmp_path / "submission" / "cispo.py").write_text(text)
+        subprocess.run(["bash", tmp_path / "source" / "run_autograder"], check=True, cwd="/",
+                       env=os.environ | {"AUTOGRADER": str(tmp_path), "PATH": python})
+        told = json.loads((tmp_path / "results" / "results.json").read_text())
+        assert told["score"] == points and len(told["tests"]) == 1
+
+
+@pytest.mark.slow
+def test_classrooms_commands_in_a_clean_folder(cispo, tmp_path):
+    """What its steps run, on a blank and a full submission."""
+    workflow = (cispo[0] / ".github/workflows/classroom.yml").read_text()
+    steps = yaml.safe_load(workflow)["jobs"]["autograding"]["steps"]
+    commands = [s["with"]["command"] for s in steps if "command" in s.get("with", {})]
+    assert commands == ["python -m pytest tests -k cispo.policy_loss"]
+    python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shutil.copytree(cispo[0], tmp_path / "repo")
+    for text, passes in ((None, False), (variants.patched("cispo"), True)):
+        if text:
+            (tmp_path / "repo" / "cispo.py").write_text(text)
+        done = subprocess.run(commands[0].split(), cwd=tmp_path / "repo", capture_output=True,
+                              env=os.environ | {"PATH": python})
+        assert (done.returncode == 0) == passes
+
+
+BUSY_FUNCTION = """import time
+
+
+def kl_k3(logp, ref_logp):
+    import torch
+    while time.process_time() < start + 0.05 * len(calls):
+        pass
+    calls.append(1)
+    return torch.expm1(ref_logp - logp) - (ref_logp - logp)
+
+
+calls, start = [1], time.process_time()
+"""
+
+
+@pytest.mark.slow
+def test_a_busy_machine_costs_no_points(tmp_path):
+    """A correct function that needs more than a second of CPU time, of 3, beside four loops."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        problem = next(p for p in PROBLEMS if p.name == "grpo.kl_k3")
+        with Sandbox(protection()[0]) as box:
+            (graded,) = exercise.grade_functions(
+                {"grpo.py": BUSY_FUNCTION.encode()}, [problem], 7, 3, box)
+    finally:
+        for process in busy:
+            process.kill()
+    assert graded["points"] == 5, graded
 
 
 def test_every_script_has_its_thresholds():

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import types
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,8 @@ def module_of(text, name):
 def load(impl):
     """Name -> module: the patched script, or the one in --impl DIR."""
     def load(name):
+        if name in sys.modules:  # the grader's, in which a student's functions stand
+            return sys.modules[name]
         file = impl / f"{name}.py"
         return module_of(file.read_text() if file.is_file() else variants.patched(name), name)
     return load

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 MAX_LINES = 10_000  # that a student's functions may print per problem
 MAX_BYTES = 2**26  # of one message
-KEPT = 64  # calls whose graph waits for a backward pass
+KEPT = 1024  # calls whose graph waits for a backward pass
 
 # --- messages ------------------------------------------------------------------------------------
 
