@@ -419,7 +419,8 @@ def load_frozen(path, dtype):
 def trainable(model, dtype, gradient_checkpointing):
     """A loaded model, made ready for updates: in train mode (dropout is 0), sharded in a group."""
     if gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        new = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model = shard(model, compute_dtype(dtype)) if in_group() else model.float().to(device())
     return model.train()
 
