@@ -6,6 +6,8 @@ GRPO with four changes, and without the KL to a reference:
     r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
     loss = sum_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - low, 1 + high)) / sum_i |o_i|
 
+q: a question, o_i: its i-th answer, R_i: its reward; N answers make an update.
+
 Clip-higher: unlikely tokens may gain more (off: --clip_high 0.2). Token mean: answers count by
 length (--no_token_mean). Dynamic sampling: more questions are asked until no group is all right or
 all wrong (--no_dynamic_sampling). Overlong penalty: R is +1 or -1, less up to 1 near the limit
@@ -66,6 +68,7 @@ class Config:
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_batch: int = flag(32, "answers in each of these steps", ">= 1")
     cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
         "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")

@@ -430,7 +430,8 @@ def builtin_folder(cfg, train):
     # The key holds the code, too: the model that a bug in it has made must not outlive the bug.
     code = [Path(module.__file__).read_bytes() for module in (common, rewards)]
     code.append(Path(__file__).read_bytes())
-    settings = [cfg.model, cfg.data, cfg.seed, cfg.cold_start, cfg.cold_start_lr or 20 * cfg.lr]
+    settings = [cfg.model, cfg.data, cfg.seed, cfg.cold_start, cfg.cold_batch,
+                cfg.cold_start_lr or 20 * cfg.lr]
     made_by = [settings, cfg.eval_size, cfg.max_prompt_len, cfg.micro_tokens, code]
     if cfg.data != "words":  # those are made by the code
         made_by.append(train)
@@ -508,17 +509,18 @@ def _cache_home():
     return home
 
 
-COLD_BATCH = 32  # answers per cold-start step
-
-
 def cold_start_lessons(rows, cfg):
     """Rows with an answer to imitate, in training order: the pupil's on the built-in problems
     (see `rewards.sloppy_pupil`), elsewhere the file's own worked solutions."""
+    # A model that can count needs the form only, and a way to try again; a tiny one learns to
+    # count from the same answers, and would be too sure of itself.
+    faults = {} if is_builtin(cfg.model) else {"gives_up": 0.0, "again": 0.2}
     lessons = []
-    for k, row in enumerate(questions_at(rows, 0, cfg.cold_start * COLD_BATCH, cfg.seed)):
+    for k, row in enumerate(questions_at(rows, 0, cfg.cold_start * cfg.cold_batch, cfg.seed)):
         if cfg.data == "words":
             rng = random.Random(f"pupil {cfg.seed} {k}")
-            answer = rewards.sloppy_pupil({"question": row.question, "answer": row.answer}, rng)
+            problem = {"question": row.question, "answer": row.answer}
+            answer = rewards.sloppy_pupil(problem, rng, **faults)
         else:
             answer = rewards.without_annotations(row.answer)
             if not answer.strip():
@@ -528,15 +530,21 @@ def cold_start_lessons(rows, cfg):
 
 
 def cold_start(model, tokenizer, lessons, cfg):
-    """Supervised steps on `lessons`: token-mean cross-entropy, 20 steps of warm-up, then linear
-    to a tenth of the learning rate. Without some right answers there is nothing to reinforce."""
+    """Supervised steps on `lessons`: token-mean cross-entropy, at most 20 steps of warm-up, then
+    linear to a tenth of the learning rate. Without a right answer there is nothing to reinforce."""
     top = cfg.cold_start_lr or 20 * cfg.lr
     # beta2 0.99: with 0.999 the second moment still remembers the first steps at the end, and the
     # arithmetic is half learned, on some processors more and on some less.
     optimizer = common.make_optimizer(model, top, beta2=0.99)
+    warmup = min(20, max(1, cfg.cold_start // 7))
     end, pad, quiet = turn_end(tokenizer), tokenizer.pad_token_id, rank() > 0 or None
-    for step in tqdm(range(cfg.cold_start), "cold start", unit="step", disable=quiet, leave=False):
-        rows = lessons[step * COLD_BATCH :][:COLD_BATCH]
+    bar = tqdm(range(cfg.cold_start), "cold start", unit="step", disable=quiet, leave=False)
+    spoke = time.perf_counter()
+    for step in bar:
+        if bar.disable and time.perf_counter() - spoke > 15:  # as in `Log.add`
+            spoke = time.perf_counter()
+            say(f"cold start: {step} of {cfg.cold_start} steps")
+        rows = lessons[step * cfg.cold_batch :][: cfg.cold_batch]
         prompts, texts = [row.prompt_ids for row in rows], [row.answer for row in rows]
         answers = [[*tokenizer(t, add_special_tokens=False).input_ids, end] for t in texts]
         left, right = common.padded(prompts, pad), common.padded(answers, pad, left=False)
@@ -546,7 +554,7 @@ def cold_start(model, tokenizer, lessons, cfg):
             logp, _ = common.micro_logps(model, batch, micro, temperature=1.0, entropy="off")
             loss = -(logp * micro.mask).sum() / minibatch.tokens
             (loss * common.world()).backward()
-        lr = top * min((step + 1) / 20, 1 - 0.9 * step / cfg.cold_start)
+        lr = top * min((step + 1) / warmup, 1 - 0.9 * step / cfg.cold_start)
         common.optimizer_step(model, optimizer, lr, max_grad_norm=0)  # clipping was seen to ruin it
 
 

@@ -1,13 +1,13 @@
 """GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), in one file.
 
 Ask each question G times; an answer's advantage is how far its reward lies above its group's mean.
-No critic. Then PPO's clipped step on every token, with the KL to the starting model in the loss:
+No critic. Then PPO's clipped step on every token, and the KL (k3) to the start inside the loss:
 
     A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
     r_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  one ratio a token
     loss = 1/N sum_i 1/|o_i| sum_t [max(-A_i r_it, -A_i clip(r_it, 1 - eps, 1 + eps)) + beta KL_it]
 
-q: a question, o_i: its i-th answer, R_i: its reward; N answers make an update; KL: `kl_k3` below.
+q: a question, o_i: its i-th answer, R_i: its reward; N answers make an update.
 
     python grpo.py                                                a laptop: no download, 2 minutes
     python grpo.py --model Qwen2.5-0.5B                           one GPU, on GSM8K
@@ -60,6 +60,7 @@ class Config:
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_batch: int = flag(32, "answers in each of these steps", ">= 1")
     cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
         "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")
@@ -121,9 +122,8 @@ def token_weights(mask, total=None):
 def kl_k3(logp, ref_logp):
     """KL(pi_theta || pi_ref) per token, estimated from samples of pi_theta (DeepSeekMath, eq. 4).
 
-    (N, T) each: e^d - d - 1 with d = ref_logp - logp, never negative; on such samples unbiased in
-    value, while its gradient is the *forward* KL's. By expm1: in float32, exp(d) - d - 1 is -6e-8
-    at d = 1e-6.
+    (N, T) each: e^d - d - 1 with d = ref_logp - logp, never negative; there unbiased in value, its
+    gradient is the *forward* KL's. By expm1: in float32, exp(d) - d - 1 is -6e-8 at d = 1e-6.
     """
     d = ref_logp - logp
     return torch.expm1(d) - d
@@ -190,8 +190,7 @@ def rollout(sampler, questions, group_size, seed):
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
     run, log, data, policy, sampler = experiment.set_up(cfg, __file__)
-    # pi_ref: where RL starts, after any cold start; the same when the run is resumed
-    reference = common.load_frozen(run.start, cfg.dtype) if cfg.beta > 0 else None
+    reference = common.load_frozen(run.start, cfg.dtype) if cfg.beta > 0 else None  # pi_ref
     optimizer = run.optimizer(policy, cfg.lr)
     score = experiment.Scorer(cfg)
     experiment.begin(run, log, sampler, data)

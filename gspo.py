@@ -7,6 +7,8 @@ a whole, so the clip does. Its range is a thousandth of GRPO's and clips far mor
     s_i  = exp(1/|o_i| sum_t log pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t))
     loss = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1 - 3e-4, 1 + 4e-4))
 
+q: a question, o_i: its i-th answer, R_i: its reward; N answers make an update.
+
 It is GRPO until the second update of a rollout. GSPO-token is this, if tokens share an advantage.
 
     python gspo.py                                                a laptop: no download, 2 minutes
@@ -60,6 +62,7 @@ class Config:
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_batch: int = flag(32, "answers in each of these steps", ">= 1")
     cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
         "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")

@@ -72,6 +72,7 @@ class Config:
     epochs: int = flag(1, "passes over each rollout", ">= 1")
     micro_tokens: int = flag(16384, "padded tokens per forward pass: bounds memory", ">= 1")
     cold_start: int = flag(0, "supervised steps first, for a model that never answers", ">= 0")
+    cold_batch: int = flag(32, "answers in each of these steps", ">= 1")
     cold_start_lr: float = flag(0.0, "their learning rate; 0: 20 x lr", ">= 0")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of the computation; auto: "
         "bfloat16 on GPUs, float32 on CPUs; master weights are float32 always")
@@ -281,8 +282,7 @@ def rollout(sampler, questions, group_size, seed):
 def train(cfg):
     """The whole run: sample, score, advantage, update, log; again."""
     run, log, data, policy, sampler = experiment.set_up(cfg, __file__)
-    # pi_ref: where RL starts, after any cold start; the same when the run is resumed
-    reference = common.load_frozen(run.start, cfg.dtype) if cfg.kl_coef > 0 else None
+    reference = common.load_frozen(run.start, cfg.dtype) if cfg.kl_coef > 0 else None  # pi_ref
     critic = load_critic(run, sampler.tokenizer, cfg)
     optimizer = run.optimizer(policy, cfg.lr)
     critic_optimizer = run.optimizer(critic, cfg.critic_lr, "critic_optimizer")

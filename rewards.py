@@ -307,21 +307,21 @@ def words_split():
     return rows[:4000], rows[4000:4256], rows[4256:]
 
 
-def sloppy_pupil(row, rng):
+def sloppy_pupil(row, rng, gives_up=0.5, again=0.35):
     """A pupil's answer to a word problem, 37 % right: gives up before each later step (p = 0.5),
     takes a sign for the other in one attempt of ten, writes `wait` and starts again (p = 0.35).
     For the cold start: a model taught only clean solutions is confidently wrong, beyond RL."""
-    lines, again = [], True
-    while again:
+    lines, goes_on = [], True
+    while goes_on:
         total = int(re.match("[0-9]+", row["answer"])[0])
         changes = [int(change) for change in re.findall("([+-][0-9]+)=", row["answer"])]
         if rng.random() < 0.1:
             changes[rng.randrange(len(changes))] *= -1
         for k, change in enumerate(changes):
-            if k and rng.random() < 0.5:
+            if k and rng.random() < gives_up:
                 break
             lines.append(f"{total}{change:+d}={total + change}")
             total += change
-        again = rng.random() < 0.35
-        lines.append("wait" if again else f"#### {total}")
+        goes_on = rng.random() < again
+        lines.append("wait" if goes_on else f"#### {total}")
     return "\n".join(lines)
