@@ -33,7 +33,7 @@ from typing import get_args
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import (
@@ -581,8 +581,10 @@ class Scorer:
             dtype = common.compute_dtype(cfg.dtype)
             try:
                 self.model = rewards.RewardModel(path, common.device(), dtype)
-            except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-                reason = (str(error).strip() or repr(error)).splitlines()[0][:300]
+                with common.time_limit(common.TEMPLATE_SECONDS):
+                    self.model.encode("question", "answer")  # its template may fail, or never end
+            except Exception as error:  # a foreign folder can raise anything
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
                 fail(f"--reward_model {cfg.reward_model}: {reason}")
             limit = getattr(self.model.model.config, "max_position_embeddings", None)
             if limit and cfg.max_prompt_len + cfg.max_new_tokens > limit:

@@ -237,7 +237,7 @@ class RewardModel:
     def __call__(self, questions, completions, batch_size=32):
         """N questions, N completions -> N floats, each as if scored alone. ValueError for a text
         with more tokens than the model has positions: nothing is cut."""
-        rows = [self._encode(*pair) for pair in zip(questions, completions, strict=True)]
+        rows = [self.encode(*pair) for pair in zip(questions, completions, strict=True)]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         scores = torch.empty(len(rows))
         for start in range(0, len(rows), batch_size):
@@ -254,7 +254,7 @@ class RewardModel:
             scores[part] = logits[:, 0].float().cpu()
         return scores.tolist()
 
-    def _encode(self, question, completion):
+    def encode(self, question, completion):
         """Token ids. Special tokens spelled out in the texts stay text: no turn can be forged."""
         tok = self.tokenizer
         if tok.chat_template:

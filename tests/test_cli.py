@@ -708,9 +708,10 @@ def test_other_models_that_are_not_there(refused, script, flag, argv, name):
     script.train(parse(script, *SHORT, "--out_dir", "run"))
 
 
-@pytest.mark.parametrize("fault", ["two-labels", "weights-empty", "no-tokenizer",
-                                   "a-tensor-missing"])
-def test_broken_reward_models(refused, reward_model, fault):
+@pytest.mark.parametrize("fault", ["two-labels", "weights-empty", "no-tokenizer", "template-zero",
+                                   "template-endless", "a-tensor-missing"])
+def test_broken_reward_models(refused, reward_model, fault, monkeypatch):
+    monkeypatch.setattr(common, "TEMPLATE_SECONDS", 0.3)
     if fault == "two-labels":
         config = transformers.AutoConfig.from_pretrained(reward_model, num_labels=2)
         other = transformers.AutoModelForSequenceClassification.from_config(config)
