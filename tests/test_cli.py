@@ -86,7 +86,7 @@ def refused(capsys):
 COMMON = """
     model data out_dir seed resume steps prompts_per_step group_size max_prompt_len max_new_tokens
     temperature rollout_batch reward reward_model lr lr_warmup max_grad_norm minibatches epochs
-    micro_tokens cold_start cold_start_lr dtype gradient_checkpointing eval_every eval_size
+    micro_tokens cold_start cold_start_lr dtype device gradient_checkpointing eval_every eval_size
     test_size save_every keep samples wandb
 """.split()
 OWN = {
