@@ -56,7 +56,7 @@ def ranks(log, world, *command, **environment):
             free.bind(("localhost", 0))
             environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost",
                             "MASTER_PORT": str(free.getsockname()[1])}
-    return [Fork(f"{log}-{r}", *command, RANK=str(r), LOCAL_RANK=str(r), **environment)
+    return [Fork(f"{log}-{r}", *command, **{"RANK": str(r), "LOCAL_RANK": str(r)} | environment)
             if world > 1 else Fork(log, *command, **environment) for r in range(world)]
 
 

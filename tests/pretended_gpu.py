@@ -20,6 +20,8 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,6 +57,20 @@ def tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def storage(tensor):
+    """A tensor's memory; of a sharded one, this rank's part."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+def asked_by_fsdp():
+    """FSDP's mesh is of CPUs, since this build knows no other: what it calls CPU is the GPU."""
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"] in (__name__, "torch.overrides", "torch._tensor"):
+        frame = frame.f_back
+    name = frame.f_globals["__name__"]
+    return name.startswith(("torch.distributed.fsdp", "torch.distributed.tensor"))
+
+
 class PretendedGpu:
     """Both modes and the answers of `torch.cuda`, as one context."""
 
@@ -74,6 +90,11 @@ class PretendedGpu:
                 answer = (lambda *_, value=value, **__: value)
                 self.stack.enter_context(mock.patch.object(module, name, answer, create=True))
         self.stack.enter_context(mock.patch.object(torch, "Event"))  # generate() on mps has some
+        mesh, group = device_mesh.init_device_mesh, dist.init_process_group
+        self.stack.enter_context(mock.patch.object(
+            device_mesh, "init_device_mesh", lambda kind, *shape: mesh("cpu", *shape)))
+        self.stack.enter_context(mock.patch.object(
+            dist, "init_process_group", lambda backend, **options: group("gloo", **options)))
         torch_groups = torch._C._group_tensors_by_device_and_dtype
         reduce = T.__reduce_ex__
 
@@ -97,12 +118,18 @@ class PretendedGpu:
         return self.stack.__exit__(*error)
 
     def has(self, tensor):
-        return tensor.untyped_storage() in self.known
+        return storage(tensor) in self.known
 
     def put(self, out):
         for tensor in tensors(out):
-            self.known.add(tensor.untyped_storage())
+            self.known.add(storage(tensor))
         return out
+
+    def means(self, device):
+        """Whether the device that is named is the GPU."""
+        if torch.device(device).type == "cpu" and asked_by_fsdp():
+            return True
+        return torch.device(device).type == self.device.type
 
     def wait(self, what):
         """The host waits: by whose code, ours or a library's."""
@@ -129,7 +156,7 @@ class _Questions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         gpu, kwargs = self.gpu, kwargs or {}
         if function in (T.device.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.get_device):
-            if not gpu.has(args[0]):
+            if not gpu.has(args[0]) or asked_by_fsdp():
                 return function(*args)
             return {T.device.__get__: gpu.device, T.is_cuda.__get__: gpu.device.type == "cuda",
                     T.is_cpu.__get__: False, T.get_device: 0}[function]
@@ -151,7 +178,7 @@ class _Questions(TorchFunctionMode):
             with self.making(there):
                 out = function(*args, **kwargs)
             return gpu.put(out) if function is T.new_tensor and gpu.has(args[0]) else out
-        there = torch.device(device).type == gpu.device.type
+        there = gpu.means(device)
         with self.making(there):
             out = function(*args, **kwargs | {"device": CPU})  # this build knows no other
         if not there:
@@ -174,7 +201,7 @@ class _Questions(TorchFunctionMode):
         if function is not T.to:
             there, rest, kwargs = function is T.cuda, [], {}
         elif named:
-            there = torch.device(named[0]).type == self.gpu.device.type
+            there = self.gpu.means(named[0])
         elif rest and isinstance(rest[0], torch.Tensor):
             there = self.gpu.has(rest[0])
         rest = ["cpu" if isinstance(x, (str, torch.device)) else x for x in rest]
@@ -186,8 +213,7 @@ class _Questions(TorchFunctionMode):
                 out = tensor.to(*rest, **kwargs)
             return out
         out = tensor.clone().to(*rest, **kwargs)
-        storage = out.untyped_storage()
-        (self.gpu.known.add if there else self.gpu.known.discard)(storage)
+        (self.gpu.known.add if there else self.gpu.known.discard)(storage(out))
         return out
 
 

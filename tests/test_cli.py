@@ -91,8 +91,8 @@ COMMON = """
     model data question_column answer_column skip_unusable out_dir seed resume steps
     prompts_per_step group_size max_prompt_len max_new_tokens
     temperature rollout_batch reward reward_model lr lr_warmup max_grad_norm minibatches epochs
-    micro_tokens cold_start cold_batch cold_start_lr dtype device gradient_checkpointing eval_every eval_size
-    test_size save_every keep samples wandb
+    micro_tokens cold_start cold_batch cold_start_lr dtype device gradient_checkpointing eval_every
+    eval_size test_size save_every keep samples wandb
 """.split()
 OWN = {
     "grpo": "clip_eps beta",

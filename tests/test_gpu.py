@@ -15,6 +15,7 @@ import sys
 import textwrap
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,6 +25,7 @@ import transformers
 import common
 import experiment
 import rewards
+from forks import ranks
 from pretended_gpu import PretendedGpu
 
 SCRIPTS = ("grpo", "dapo", "gspo", "ppo")
@@ -225,6 +227,55 @@ def test_a_tensor_left_behind_is_caught(
     with planted(monkeypatch, where, old, new), PretendedGpu():
         with pytest.raises((RuntimeError, TypeError), match="cuda:0"):
             run(name, tmp_path / "run", *flags)
+
+
+TWO = """
+import sys, zlib
+sys.path[:0] = [{impl!r}, {tests!r}]
+import pytest
+from contextlib import nullcontext
+import common, experiment, grpo, rewards
+from pretended_gpu import PretendedGpu
+from test_gpu import planted
+rewards.is_correct = lambda text, *_, **__: zlib.crc32(text.encode()) % 2
+fault = {fault!r}
+cfg = experiment.parse_args(grpo.Config, grpo.TINY, {argv!r})
+with planted(pytest.MonkeyPatch(), *fault) if fault else nullcontext(), PretendedGpu():
+    grpo.train(cfg)
+"""
+
+
+def two_processes(folder, impl, *flags, fault=()):
+    """(exit status, stderr) of two ranks of grpo.py, sharded, each on its pretended GPU."""
+    program, tests = folder / "program.py", str(Path(__file__).parent)
+    argv = [*([] if "--resume" in flags else ARGV), "--out_dir", str(folder / "run"), *flags]
+    program.write_text(TWO.format(impl=str(impl), tests=tests, argv=argv, fault=fault))
+    done = [rank.wait() for rank in ranks(program, 2, program, LOCAL_RANK="0")]
+    return max(status for status, *_ in done), "".join(error for *_, error in done)
+
+
+@pytest.mark.slow
+def test_two_processes_are_on_their_gpus(tmp_path, impl):
+    """FSDP over gloo: what is sharded, gathered, saved and resumed."""
+    for flags in ((), ("--resume", "--steps", "2")):
+        status, error = two_processes(tmp_path, impl, *flags)
+        assert status == 0, error[-3000:]
+    assert numbers(tmp_path / "run")[-1]["pg_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [
+    ("common.gather", 'batch.to("cpu")', "batch"),
+    ("common.gather", ".to(device())", ""),
+    ("common.empty_copy", "torch.device(device()), ", ""),
+    ("common.share_like", "tensor.to(parameter.device, copy=True)", "tensor.clone()")],
+    ids=lambda fault: fault[0])
+def test_a_tensor_left_behind_by_two_processes_is_caught(fault, tmp_path, impl):
+    for flags in ((), ("--resume", "--steps", "2")):
+        status, error = two_processes(tmp_path, impl, *flags, fault=fault)
+        if status:
+            break
+    assert status != 0 and "cuda:0" in error, error[-3000:]
 
 
 def test_what_travels_between_hosts_is_on_the_cpu():
