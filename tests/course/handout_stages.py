@@ -1,7 +1,7 @@
 """Course: your loop, stage by stage: python tests/check_stages.py grpo
 
-Runs the script from a given model until the first blank stage, or for three steps, and compares each
-stage you have written with what the solution had there (stages.json): the first difference is said.
+Runs the script from a given model until the first blank stage, or for three steps, and compares
+each stage you have written with what the solution had there (stages.json): the first difference is said.
 """
 
 import csv
@@ -45,8 +45,9 @@ def numbers(values):
         found["3"] = {"mean |advantage|": float(advantages.abs().mean()),
                       "largest advantage": float(advantages.max())}
     if "meter" in values:
-        found["4"] = {f"{name} of update {i + 1}": x for name, list_ in values["meter"].result().items()
-                      for i, x in enumerate(list_)}
+        found["4"] = {}
+        for name, updates in values["meter"].result().items():
+            found["4"] |= {f"{name} of update {i + 1}": x for i, x in enumerate(updates)}
     return found
 
 

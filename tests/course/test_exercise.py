@@ -240,7 +240,7 @@ def test_a_run_is_compared_stage_by_stage(tmp_path):
 def test_a_stage_among_the_solutions():
     """Its own lines move, no others; a script without that stage can't give it."""
     text = (ROOT / "grpo.py").read_text()
-    other = text.replace("score(batch)", "mine(batch)").replace("group_advantages(batch", "no(batch")
+    other = text.replace("score(batch)", "mine(batch)").replace("group_advantages(b", "no(b")
     assert exercise.with_stage(text, text.encode(), 2) == text.encode()
     assert exercise.with_stage(text, other.encode(), 2) == text.replace(
         "score(batch)", "mine(batch)").encode()
