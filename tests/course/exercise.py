@@ -253,9 +253,9 @@ def record(script):
         Path(folder, f"{script}_5.py").write_text(text)
         sys.path.insert(0, folder)
         flags = f"--model {warm_start()} {arguments}"
-        first = handout_stages.train(f"{script}_5", flags, Path(folder, "first"))
+        first = handout_stages.run_script(f"{script}_5", flags, Path(folder, "first"))
         numbers = handout_stages.numbers(first[1])
-        handout_stages.train(script, flags, Path(folder, "run"))
+        handout_stages.run_script(script, flags, Path(folder, "run"))
         rows = handout_stages.rows_of(Path(folder, "run"))
     columns = {stage: [c for c in columns.split() if any(row[c] for row in rows)]
                for stage, (_, columns) in LOOP_POINTS.items()}

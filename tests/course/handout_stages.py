@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 NEAR = 2e-3  # relative; other machines round differently
 
 
-def train(script, arguments, out):
+def run_script(script, arguments, out):
     """(the name of the stage that is blank or "", the variables of `train` there)."""
     import experiment
 
@@ -92,7 +92,7 @@ def main(script):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         arguments = f"--model {HERE / 'model'} {right['arguments']}"
-        blank, values = train(script, arguments, out)
+        blank, values = run_script(script, arguments, out)
         told = compare(blank, values, out, right)
     for stage, said in told:
         print(f"stage {stage}: {said or 'right'}")

@@ -266,6 +266,17 @@ def test_check_of_stages_says_the_first_difference():
     assert told["3"].startswith("mean |advantage|: got nothing")
 
 
+def test_check_of_stages_sees_the_loops_variables(tmp_path, monkeypatch):
+    """Those of the script's own `train`, at the stage that is blank."""
+    (tmp_path / "blank_loop.py").write_text(
+        "Config = TINY = None\n\n\ndef train(cfg):\n    batch = 5\n"
+        "    raise NotImplementedError('4')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("experiment.parse_args", lambda *_: None)
+    blank, values = handout_stages.run_script("blank_loop", "", tmp_path)
+    assert (blank, values["batch"]) == ("4", 5)
+
+
 # --- a class, and where it lives -----------------------------------------------------------------
 
 
