@@ -133,7 +133,7 @@ def with_stage(solution, student, number):
         return None
     lines = solution.splitlines()
     for n, at, after in ruled(solution):
-        if n == number and n in theirs:
+        if n == (number if number in theirs else 1) and n in theirs:  # DAPO's first is "1, 2"
             lines[at:after] = theirs[n]
             return ("\n".join(lines) + "\n").encode()
     return None
@@ -226,7 +226,8 @@ def public_cases(algorithms):
     cases = "[\n" + ",\n".join(map(json.dumps, recorder.cases)) + "\n]\n"
     return {"tests/cases.json": cases, "tests/worker.py": (HERE / "worker.py").read_text(),
             "tests/test_cases.py": (HERE / "handout_cases.py").read_text(),
-            "pytest.ini": "[pytest]\naddopts = -q -rN --no-header --maxfail 3 -p no:cacheprovider\n"}
+            "pytest.ini": "[pytest]\naddopts = -q -rN --no-header --maxfail 3 "
+                          "-p no:cacheprovider\n"}
 
 
 def public_stages(scripts):
@@ -252,9 +253,9 @@ def record(script):
         Path(folder, f"{script}_5.py").write_text(text)
         sys.path.insert(0, folder)
         flags = f"--model {warm_start()} {arguments}"
-        first = handout_stages.train(f"{script}_5", flags, Path(folder, "first"))
+        first = handout_stages.run_script(f"{script}_5", flags, Path(folder, "first"))
         numbers = handout_stages.numbers(first[1])
-        handout_stages.train(script, flags, Path(folder, "run"))
+        handout_stages.run_script(script, flags, Path(folder, "run"))
         rows = handout_stages.rows_of(Path(folder, "run"))
     columns = {stage: [c for c in columns.split() if any(row[c] for row in rows)]
                for stage, (_, columns) in LOOP_POINTS.items()}
@@ -296,13 +297,14 @@ def handout(algorithms, level):
         level=(LOOP_TEXT if level == "loop" else FUNCTIONS_TEXT).format(names=names))
 
 
-FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a test with many cases is one check. But a
-  problem pays only if a check on inputs drawn afresh is passed: all values and gradients within 1e-6.
+FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a test with many cases
+  is one check. But a problem pays only if a check on inputs drawn afresh is passed: all values and
+  gradients within 1e-6.
 - Each problem is graded by itself: a mistake in one function costs nothing in another.
 - 30 seconds of CPU time and 10,000 printed lines per problem."""
 
-LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a model that gets a fifth of the
-  questions right. Five points for each of three seeds that reaches the accuracy below, one sample a
+LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a model that gets a
+  fifth of the questions right. Five points for each of three seeds that reaches the accuracy below, one sample a
   question, on 256 held-out questions, within {seconds} seconds of CPU time a run:
 
 | script | steps | accuracy |
@@ -310,9 +312,9 @@ LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a 
 {rows}
 """
 
-LOOP_TEXT = """- Three steps of your script, with drawn settings, beside the solution's: a stage's points are shared
-  out by its columns of `metrics.csv`, each within 0.2 %. A stage that differs is tried once more with
-  the solution's other stages around it, so keep the names that go from stage to stage:
+LOOP_TEXT = """- Three steps of your script, with drawn settings, beside the solution's: a stage's
+  points are shared out by its columns of `metrics.csv`, each within 0.2 %. A stage that differs is
+  tried once more with the solution's other stages around it, so keep the names that go from stage to stage:
 {names}
 - Write the stages in their order: the check runs as far as the first that is blank. 60 seconds of
   CPU time."""
@@ -340,8 +342,8 @@ def grade_functions(student, problems, seed, limit, box):
 def submission(folder):
     """{name: bytes} of the scripts in a student's folder: plain files of a sane size, no links."""
     found = {}
-    for name in (f"{s}.py" for s in (*SCRIPTS, *variants.names(), "common", "experiment", "rewards")):
-        path = folder / name
+    for module in (*SCRIPTS, *variants.names(), "common", "experiment", "rewards"):
+        name, path = f"{module}.py", folder / f"{module}.py"
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= 2**20:
             found[name] = path.read_bytes()
     return found

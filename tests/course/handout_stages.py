@@ -1,7 +1,7 @@
 """Course: your loop, stage by stage: python tests/check_stages.py grpo
 
-Runs the script from a given model until the first blank stage, or for three steps, and compares each
-stage you have written with what the solution had there (stages.json): the first difference is said.
+Runs the script from a given model until the first blank stage, or for three steps, and compares
+each stage you have written with what the solution had there (stages.json): the first difference is said.
 """
 
 import csv
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 NEAR = 2e-3  # relative; other machines round differently
 
 
-def train(script, arguments, out):
+def run_script(script, arguments, out):
     """(the name of the stage that is blank or "", the variables of `train` there)."""
     import experiment
 
@@ -45,8 +45,9 @@ def numbers(values):
         found["3"] = {"mean |advantage|": float(advantages.abs().mean()),
                       "largest advantage": float(advantages.max())}
     if "meter" in values:
-        found["4"] = {f"{name} of update {i + 1}": x for name, list_ in values["meter"].result().items()
-                      for i, x in enumerate(list_)}
+        found["4"] = {}
+        for name, updates in values["meter"].result().items():
+            found["4"] |= {f"{name} of update {i + 1}": x for i, x in enumerate(updates)}
     return found
 
 
@@ -91,7 +92,7 @@ def main(script):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         arguments = f"--model {HERE / 'model'} {right['arguments']}"
-        blank, values = train(script, arguments, out)
+        blank, values = run_script(script, arguments, out)
         told = compare(blank, values, out, right)
     for stage, said in told:
         print(f"stage {stage}: {said or 'right'}")

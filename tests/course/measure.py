@@ -87,8 +87,8 @@ PAGE = """# Measure it
 
 No code is needed, only flags: a script runs as soon as its functions do. Every run leaves
 `metrics.csv` in its folder (`--out_dir NAME` names it); `python plots/figures.py RUN ...` draws
-several in one picture, `python plots/table.py RUN ...` tells their ends. Runs take 1 to 2 minutes on
-two CPU cores. Take three seeds (`--seed 0`, `1`, `2`) before you call a difference one. For each
+several in one picture, `python plots/table.py RUN ...` tells their ends. Runs take 1 to 2 minutes
+on two CPU cores. Take three seeds (`--seed 0`, `1`, `2`) before you call a difference one. For each
 question hand in a picture, the numbers asked for, and three to five sentences.
 """
 

@@ -20,7 +20,7 @@ cd "$AT/source"
 python3 -m pip install torch --extra-index-url https://download.pytorch.org/whl/cpu
 python3 -m pip install -r house/requirements.txt
 export XDG_CACHE_HOME="$AT/warm"
-python3 -c 'import sys; sys.path.insert(0, "house/tests/course"); import exercise; exercise.warm_start()'
+PYTHONPATH=house/tests/course python3 -c 'import exercise; exercise.warm_start()'
 chmod -R go-rwx house
 """
 RUN = """#!/usr/bin/env bash
@@ -63,8 +63,8 @@ def results(graded, lines_of):
 
 # --- GitHub Classroom ----------------------------------------------------------------------------
 
-WORKFLOW = """# Public checks only, and whoever pushes can edit them: for practice. Marks are given by the
-# teacher's `exercise.py grade`, which has other inputs and a sandbox.
+WORKFLOW = """# Public checks only, and whoever pushes can edit them: for practice. Marks are given
+# by the teacher's `exercise.py grade`, which has other inputs and a sandbox.
 name: Autograding
 on: [push, repository_dispatch]
 permissions:

@@ -174,7 +174,7 @@ _last_box: the contents of the last \\boxed{...} whose braces balance, or "". Wa
 """, "test_(strict|lenient)_reading"),
 ]
 
-# --- the later algorithms, each an exercise --------------------------------------------------------
+# --- the later algorithms, each an exercise ------------------------------------------------------
 
 
 def variant(name):
@@ -230,7 +230,8 @@ LOG_GROUPS = "advantages, meter, the evaluation, tied_frac=the share of groups\n
     "  whose advantages are all 0"
 STAGE_NAMES = {  # what goes from one stage to a later one
     "grpo": "`batch`, `advantages`, `meter`", "gspo": "`batch`, `advantages`, `meter`",
-    "dapo": "`batch`, `everything` (all that was sampled), `rounds`, `dropped`, `advantages`, `meter`",
+    "dapo": "`batch`, `everything` (all that was sampled), `rounds`, `dropped`, `advantages`, "
+            "`meter`",
     "ppo": "`batch`, `cuts`, `old_logp`, `ref_logp`, `old_values`, `kl`, `rewards`, `advantages`, "
            "`returns`, `meter`"}
 STAGES = {  # script -> number of the ruled stage -> hints
@@ -253,8 +254,8 @@ STAGES = {  # script -> number of the ruled stage -> hints
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
 - Without cfg.token_mean the weights are answer_weights, with the minibatch's rows as total."""),
         5: LOG.replace("{log}", LOG_GROUPS.replace(
-            "the evaluation,", "the evaluation, all that was sampled,") + ",\n  gen_rounds=the rounds, "
-            "groups_dropped=the groups dropped")},
+            "the evaluation,", "the evaluation, all that was sampled,")
+            + ",\n  gen_rounds=the rounds, groups_dropped=the groups dropped")},
     "ppo": {1: SAMPLE, 2: SCORE, 3: """
 - Cut the batch once (common.cut, by cfg.minibatches and cfg.micro_tokens): all log-probs and
   values share it.

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(KIND != "namespaces", reason="no namespaces on t
 
 CHEATS = {  # what is tried -> (the student's grpo.py, points of 5)
     "the right answer": (HEAD + RIGHT, 5),
-    "reading the repository": (HEAD + f"    exec({HOUSE}, globals())\n    return kl_k3(logp, ref_logp)",
-                               0),
+    "reading the repository": (HEAD + f"""    exec({HOUSE}, globals())
+    return kl_k3(logp, ref_logp)""", 0),
     "reading it through the parent's /proc": (HEAD + """    import os
     for pid in os.listdir('/proc'):
         if os.path.exists(f'/proc/{pid}/cwd/grpo.py'):
@@ -83,7 +83,7 @@ sys.meta_path.insert(0, Hook())
 
 @pytest.fixture(scope="module")
 def box():
-    """One sandbox for all: it imports torch once, and what one cheat leaves must not help the next."""
+    """One sandbox for all: it imports torch once; what one cheat leaves must not help the next."""
     with Sandbox(KIND) as box:
         yield box
 
