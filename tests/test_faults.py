@@ -23,8 +23,8 @@ import experiment
 import grpo
 from forks import Fork
 from test_runs import (  # noqa: F401  fixtures among them
-    SCRIPTS, assert_same_run, checkpoints, exit_now, guesser, metrics, place, run, same_weights, samples, short,
-    stopped, wait_for, whole,
+    SCRIPTS, assert_same_run, checkpoints, exit_now, guesser, metrics, place, run, same_weights,
+    samples, short, stopped, wait_for, whole,
 )
 
 
@@ -632,5 +632,5 @@ def test_thirty_faults_in_a_row(impl, short, tmp_path, request):
                 file in chaos.lost and rows and all(row in expected for row in rows))
             lost += [f"{name}/{file}"] * (rows != expected)
         assert same_weights(chaos.folder / "final", tmp_path / f"whole-{name}/final")
-    print(f"{len(faults)} faults in 4 runs; the weights of all 4 are those of runs undisturbed, bit "
-          f"for bit; logs that lost lines, and said so: {', '.join(lost) or 'none'}")
+    print(f"{len(faults)} faults in 4 runs; the weights of all 4 are those of runs undisturbed, "
+          f"bit for bit; logs that lost lines, and said so: {', '.join(lost) or 'none'}")

@@ -1,7 +1,7 @@
 """Bench: the tests in a fresh environment of chosen versions. Not collected by pytest.
 
-    python tests/bench/versions.py lowest        every package at the lower bound of requirements.txt
-    python tests/bench/versions.py newest        what `pip install -r requirements.txt` takes today
+    python tests/bench/versions.py lowest       every package at the lower bound of requirements.txt
+    python tests/bench/versions.py newest       what `pip install -r requirements.txt` takes today
     python tests/bench/versions.py torch==2.7.1 transformers==5.9.0 -- -x -q tests/test_sampling.py
 
 What follows `--` is for pytest (else: -q tests). The Python is the one that runs this file. Prints

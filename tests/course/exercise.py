@@ -304,8 +304,8 @@ FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a 
 - 30 seconds of CPU time and 10,000 printed lines per problem."""
 
 LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a model that gets a
-  fifth of the questions right. Five points for each of three seeds that reaches the accuracy below, one sample a
-  question, on 256 held-out questions, within {seconds} seconds of CPU time a run:
+  fifth of the questions right. Five points for each of three seeds that reaches the accuracy
+  below, one sample a question, on 256 held-out questions, within {seconds} seconds of CPU time a run:
 
 | script | steps | accuracy |
 |---|---|---|
@@ -314,7 +314,8 @@ LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a 
 
 LOOP_TEXT = """- Three steps of your script, with drawn settings, beside the solution's: a stage's
   points are shared out by its columns of `metrics.csv`, each within 0.2 %. A stage that differs is
-  tried once more with the solution's other stages around it, so keep the names that go from stage to stage:
+  tried once more with the solution's other stages around it, so keep the names that go from stage
+  to stage:
 {names}
 - Write the stages in their order: the check runs as far as the first that is blank. 60 seconds of
   CPU time."""

@@ -1,7 +1,8 @@
 """Course: your loop, stage by stage: python tests/check_stages.py grpo
 
 Runs the script from a given model until the first blank stage, or for three steps, and compares
-each stage you have written with what the solution had there (stages.json): the first difference is said.
+each stage you have written with what the solution had there (stages.json): the first difference is
+said.
 """
 
 import csv
