@@ -149,8 +149,10 @@ def remove(path):
 NEWEST = "checkpoints/step-000002"
 DEEP = "[" * 100_000
 DAMAGES = {  # what befell the newest checkpoint, and what is said of it
-    "optimizer cut": (lambda c: os.truncate(c / "optimizer.safetensors", 99), "has 99 bytes"),
-    "optimizer gone": (lambda c: remove(c / "optimizer.safetensors"), "optimizer.safetensors is"),
+    "optimizer cut": (lambda c: os.truncate(c / "optimizer.exp_avg.safetensors", 99),
+                      "has 99 bytes"),
+    "optimizer gone": (lambda c: remove(c / "optimizer.step.safetensors"),
+                       "optimizer.step.safetensors is"),
     "state gone": (lambda c: remove(c / "state.json"), "state.json is missing"),
     "state empty": (lambda c: (c / "state.json").write_text(""), "has 0 bytes"),
     "state a folder": (lambda c: (remove(c / "state.json"), (c / "state.json").mkdir()), "missing"),
@@ -465,13 +467,14 @@ def test_a_planted_model_is_not_taken(guesser, tmp_path, monkeypatch, capsys):
     """Under the very name that the cache would use."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = grpo.Config(**grpo.TINY | dict(cold_start=1, eval_size=4, max_new_tokens=4))
-    folder = Path(experiment.builtin_folder(cfg))
+    train = experiment.load_questions(cfg).train
+    folder = Path(experiment.builtin_folder(cfg, train))
     capsys.readouterr()
-    assert experiment.builtin_folder(cfg) == str(folder) and not capsys.readouterr().out
+    assert experiment.builtin_folder(cfg, train) == str(folder) and not capsys.readouterr().out
     original = (folder / "model.safetensors").read_bytes()
     shutil.rmtree(folder)
     shutil.copytree(guesser, folder)  # with a manifest, but that of another folder
-    experiment.builtin_folder(cfg)
+    experiment.builtin_folder(cfg, train)
     assert "not as it was written (it is a copy of final)" in capsys.readouterr().out
     assert (folder / "model.safetensors").read_bytes() == original
 

@@ -66,7 +66,7 @@ def test_flags_exist():
     """Every --flag that the README names is one of ours."""
     known = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("plots/*.py"),
                                            *ROOT.glob("tests/**/*.py")])
-    theirs = {"nproc_per_node", "nnodes", "rdzv_endpoint", "shutdown"}
+    theirs = {"nproc_per_node", "nnodes", "rdzv_endpoint", "shutdown", "index"}
     named = re.findall(r"--([a-z_]+)", "".join(page.read_text() for page in PAGES))
     for flag in set(named) - theirs:
         name = flag.removeprefix("no_")

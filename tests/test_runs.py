@@ -512,7 +512,7 @@ def test_the_reference_is_the_model_after_the_cold_start(short, stopped, tmp_pat
     argv = [*flags.split(), "--cold_start", 3, "--minibatches", 1]
     run(name, *short(name), *argv, "--out_dir", tmp_path / "whole")
     rows = metrics(tmp_path / "whole")
-    assert float(rows[1]["ref_kl"]) == 0 < abs(float(rows[2]["ref_kl"]))
+    assert float(rows[1]["ref_kl"]) == 0 and any(float(row["ref_kl"]) for row in rows[2:])
     folder = stopped(name, 2, *argv)
     run(name, "--resume", "--out_dir", folder)
     assert_same_run(folder, tmp_path / "whole")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tokenizers.processors import TemplateProcessing
 from safetensors.torch import load_file
 
@@ -311,7 +312,7 @@ TEXT_END, TURN_END = 256, 258  # after 256 bytes: <|endoftext|> <|im_start|> <|i
 def qwen(tmp_path_factory):
     """bfloat16; tied; a template that ends turns with <|im_end|>, while eos, pad and
     generation_config know <|endoftext|> alone; rows of the embedding beyond the tokenizer's."""
-    alphabet = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    alphabet = sorted(bytes_to_unicode().values())
     tokenizer = transformers.Qwen2Tokenizer(
         vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[], unk_token=None,
         extra_special_tokens=["<|im_start|>", "<|im_end|>"])

@@ -37,7 +37,7 @@ def box():
 def grade(box, capsys):
     """folder -> (points by problem, problem -> result, what is printed)."""
     def grade(folder, algorithms=("shared", *SCRIPTS)):
-        results = exercise.grade(folder, algorithms, "functions", 7, 2, False, box)
+        results = exercise.grade(folder, algorithms, "functions", 7, 5, False, box)
         capsys.readouterr()
         exercise.say(results, 7)
         by_name = {r["name"]: r for r in results}
@@ -188,7 +188,7 @@ PLANTED = {  # problem -> an edit of the solution, and the mistake's name where 
     "rewards.extract_answer": ('text.rpartition("####")', 'text.partition("####")', ""),
 }
 HOSTILE = {  # problem -> what its function does in place of its work, what the report says
-    "ppo.gae": ("while True:\n        pass", "over the time limit of 2 s: an endless loop"),
+    "ppo.gae": ("while True:\n        pass", "over the time limit of 5 s: an endless loop"),
     "ppo.whiten": ("for i in range(10**6):\n        print(i)", "printed more than 10,000 lines"),
     "ppo.value_loss": ("import os\n    os._exit(0)", "ended without an answer: os._exit"),
     "ppo.token_weights": ("raise SystemExit(0)", "SystemExit"),
