@@ -53,6 +53,11 @@ def measured(arm, name):
     return lambda arms: arms[arm][name]
 
 
+def contrast(arm, one, other):
+    """Number `one` minus number `other` of what a measuring function gave."""
+    return lambda arms: arms[arm][one] - arms[arm][other]
+
+
 def gain(run):
     """Rise of the held-out accuracy of sampled answers."""
     seen = run["eval_sampled"][np.isfinite(run["eval_sampled"])]
