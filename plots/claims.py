@@ -26,13 +26,11 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "plots")]
 import common  # noqa: E402
-import figures  # noqa: E402
 import measures as m  # noqa: E402
 import trials  # noqa: E402
 from trials import Statement  # noqa: E402
@@ -102,13 +100,14 @@ def among(arms, *labels):
 CLAIMS = {
     "no-critic": Claim("GRPO has no critic, and needs none", "articles 000, 001, 003, 004", [
         Statement("PPO holds a model more than GRPO", "models in memory, PPO - GRPO",
-                  m.measured("7B", "models"), MEMORY, above=0, seeds=1),
+                  m.contrast("7B", "models, PPO", "models, GRPO"), MEMORY, above=0, seeds=1,
+                  draw=("models, GRPO", "models, PPO")),
         Statement("A 7B PPO on 8 GPUs takes a tenth more memory than GRPO",
-                  "GB per GPU, PPO / GRPO", m.measured("7B", "memory_ratio"), MEMORY, above=1.1,
-                  seeds=1, draw=("grpo", "ppo")),
+                  "GB per GPU, PPO / GRPO", m.times("7B", "GB, PPO", "GB, GRPO"), MEMORY,
+                  above=1.1, seeds=1, draw=("GB, GRPO", "GB, PPO")),
         Statement("A step of PPO takes a tenth longer than GRPO's, for as many answers",
-                  "median seconds of a step, PPO / GRPO",
-                  m.ratio_of("PPO", "GRPO", m.typical("t_total")), NO_CRITIC, above=1.1),
+                  "CPU seconds of a step, PPO / GRPO", m.times("step", "PPO", "GRPO"),
+                  {"step": m.step_seconds}, above=1.1, seeds=4, draw=("GRPO", "PPO")),
         Statement("GRPO is more accurate than PPO after as many answers", "accuracy, GRPO - PPO",
                   m.difference("GRPO", "PPO", ACCURACY), NO_CRITIC, above=0, matters=0.02,
                   draw="accuracy", again=SLOW)]),
@@ -217,10 +216,10 @@ CLAIMS = {
                            "article 004", [
         Statement("`gold in text` is hacked", "paid beyond right answers",
                   m.of("contains", m.hacked), {"contains": arm("grpo", reward="contains")},
-                  above=0.1, seeds=4, draw="accuracy", again=SLOW),
+                  above=0.1, seeds=4, draw="paid and right", again=SLOW),
         Statement("Paying the format alone is gamed", "paid beyond right answers",
                   m.of("format", m.hacked), {"format": arm("grpo", reward="marker_format")},
-                  above=0.1, seeds=4, draw="accuracy", again=SLOW),
+                  above=0.1, seeds=4, draw="paid and right", again=SLOW),
         Statement("Where the format is not yet learned, paying it too is more accurate",
                   "accuracy, mix - correct", m.difference("mix", "correct", ACCURACY), MIX,
                   above=0, matters=0.02, draw="accuracy", again=SLOW)]),
@@ -346,40 +345,13 @@ def draw(claim, results, seen, file):
     fig = Figure((3.6 * columns, 2.8 * rows), dpi=150, layout="constrained")
     for place, (statement, result, found) in enumerate(shown, 1):
         ax = fig.add_subplot(rows, columns, place)
-        draw_statement(ax, statement, found)
-        ax.set_title(textwrap.fill(statement.text, 48), pad=15)
+        trials.draw_panel(ax, statement, found)
+        ax.set_title(textwrap.fill(statement.text, 44), pad=15)
         ax.text(0, 1.02, f"{verdict(result)}: {effect(result)}", fontsize=8, weight="bold",
                 color=COLORS.get(result.get("verdict"), "0.35"), transform=ax.transAxes)
     fig.supxlabel(f"Effects with 95 % intervals. Curves: mean and range over "
                   f"{max(len(found) for _, _, found in shown)} seeds.", fontsize=7, color="0.3")
     fig.savefig(file)
-
-
-def draw_statement(ax, statement, found):
-    """A column's curves, measured numbers side by side, or the value of each seed."""
-    groups = {label: [arms[label] for arms in found] for label in statement.arms}
-    if isinstance(statement.draw, tuple):
-        names = statement.draw
-        rows = [[next(iter(arms.values()))[name] for name in names] for arms in found]
-        ax.plot(names, np.transpose(rows), "o-", color="0.65", lw=0.8, ms=3)
-        ax.plot(names, np.mean(rows, 0), "ks-")
-        return ax.set(ylabel=statement.effect.partition(",")[0], xlim=(-0.4, len(names) - 0.6))
-    if statement.draw == "by tokens":
-        for label, style in figures.styles(groups).items():
-            spent = np.mean([np.cumsum(run["tokens"][1:]) for run in groups[label]], 0) / 1000
-            curves = [figures.trailing_mean(run["accuracy"][1:], 10) for run in groups[label]]
-            ax.plot(spent, np.mean(curves, 0), label=label, markevery=4, **style)
-        ax.set(xlabel="thousand tokens sampled", ylabel="accuracy, share of answers")
-    elif statement.draw:
-        figures.draw_panel(ax, groups, statement.draw, smooth=3)
-        if statement.draw not in figures.PANELS:
-            ax.set(ylabel=statement.draw.replace("_", " ") + ", share")
-    else:
-        ax.plot([float(statement.value(arms)) for arms in found], "ko", ms=4, label="a seed")
-        margin = statement.above if statement.below is None else statement.below
-        ax.axhline(margin, color="#D55E00", ls="--", lw=1, label=f"claimed: beyond {margin:g}")
-        ax.set(xlabel="seed", ylabel=textwrap.fill(statement.effect, 40), xticks=range(len(found)))
-    ax.legend(fontsize=6.5, frameon=False)
 
 
 def stored_results():

@@ -10,6 +10,8 @@ import importlib
 import subprocess
 import sys
 import tempfile
+import time
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,11 @@ def measured(arm, name):
     return lambda arms: arms[arm][name]
 
 
+def times(arm, one, other):
+    """Number `one` over number `other` of what a measuring function gave."""
+    return lambda arms: arms[arm][one] / arms[arm][other]
+
+
 def contrast(arm, one, other):
     """Number `one` minus number `other` of what a measuring function gave."""
     return lambda arms: arms[arm][one] - arms[arm][other]
@@ -67,12 +74,6 @@ def gain(run):
 def typical(column):
     """Median of a column over all steps: a busy machine's outliers don't count."""
     return lambda run: float(np.nanmedian(run[column][1:]))
-
-
-def mixed_groups(run):
-    """Share of the sampled groups with both right and wrong answers, last 10 steps."""
-    groups = run["samples"][1:] / run.settings["group_size"]
-    return float((1 - run["groups_dropped"][1:] / groups)[-10:].mean())  # surplus ones are kept
 
 
 def hacked(run):
@@ -114,18 +115,33 @@ def first_gap(one, other, column):
 
 
 def plan_7b(seed, out, **flags):
-    """PPO against GRPO with Qwen2.5-7B on 8 GPUs, planned by plots/memory.py (seed-free)."""
+    """PPO and GRPO with Qwen2.5-7B on 8 GPUs, planned by plots/memory.py: models and GB per GPU."""
     import memory
 
-    models, gb = {}, {}
+    numbers = {}
     for script in ("ppo", "grpo"):
         cfg = importlib.import_module(script).Config(
             model="Qwen2.5-7B", data="gsm8k", gradient_checkpointing=True)
         stages = memory.plan(cfg, 8)
-        gb[script] = max(sum(parts.values()) for parts in stages.values()) / memory.GB
         names = " ".join(next(iter(stages.values())))
-        models[script] = sum(name in names for name in ("policy", "critic", "reference"))
-    return dict(models=models["ppo"] - models["grpo"], memory_ratio=gb["ppo"] / gb["grpo"], **gb)
+        numbers[f"models, {script.upper()}"] = sum(
+            name in names for name in ("policy", "critic", "reference"))
+        numbers[f"GB, {script.upper()}"] = max(
+            sum(parts.values()) for parts in stages.values()) / memory.GB
+    return numbers
+
+
+def step_seconds(seed, out, **flags):
+    """CPU seconds of a step of PPO and of GRPO, as many answers: median of five."""
+    numbers = {}
+    for script in ("ppo", "grpo"):
+        module = importlib.import_module(script)
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(
+                experiment.time, "perf_counter", time.process_time):  # others may use the machine
+            module.train(module.Config(**module.TINY | dict(
+                seed=seed, steps=5, out_dir=folder, test_size=16) | flags))
+            numbers[script.upper()] = typical("t_total")(figures.load_run(folder))
+    return numbers
 
 
 def begun(script, seed, **flags):

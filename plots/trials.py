@@ -1,4 +1,4 @@
-"""How plots/claims.py puts a statement to the test: the runs of its arms, and the verdict.
+"""How plots/claims.py puts a statement to the test: runs, verdict, a panel of a picture.
 
 A job is an arm and a seed: a run of a script, or a measuring function of plots/measures.py. Jobs
 are shared between statements, done in processes of their own, and never done twice.
@@ -11,12 +11,14 @@ import multiprocessing
 import os
 import shlex
 import sys
+import textwrap
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +31,9 @@ STEPS = 20  # the learning rate is constant, so the first 20 steps of a longer r
 QUICK = dict(steps=2, eval_every=2, eval_size=16, test_size=16, cold_start=20)
 FREE = {"out_dir", "resume", "steps", "save_every", "keep", "eval_every", "test_size", "samples",
         "wandb", "critic"}  # may differ in a run that is found
+COLUMNS = {"accuracy": "accuracy, share of sampled answers",
+           "eval_sampled": "held-out accuracy, sampled answers",
+           "explained_var": "explained variance, share"}  # those that figures.py has no words for
 
 
 @dataclass
@@ -249,3 +254,44 @@ def decide(results, tested):
         holds = holds and result["p"] <= 0.05 / left
         left -= 1
         result["verdict"] = result["side"] if holds else "undecided"
+
+
+# --- drawing ---------------------------------------------------------------------------------------
+
+
+def draw_panel(ax, statement, found):
+    """A column's curves, measured numbers side by side, or the value of each seed."""
+    groups = {label: [arms[label] for arms in found] for label in statement.arms}
+    if isinstance(statement.draw, tuple):
+        names = statement.draw
+        rows = [[next(iter(arms.values()))[name] for name in names] for arms in found]
+        if statement.seeds == 1:
+            ax.bar(names, rows[0], 0.5, color="0.5")
+        else:  # a grey line for each seed, a black one for their mean
+            ax.plot(names, np.transpose(rows), "o-", color="0.65", lw=0.8, ms=3)
+            ax.plot(names, np.mean(rows, 0), "ks-")
+        return ax.set(ylabel=statement.effect.partition(",")[0], xlim=(-0.4, len(names) - 0.6))
+    if statement.draw == "paid and right":
+        (runs,) = groups.values()
+        for column, style in figures.styles(("reward", "accuracy")).items():
+            steps, mean, low, high = figures.series(runs, column, smooth=3)
+            ax.plot(steps, mean, label=column, markevery=4, **style)
+            ax.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        ax.set(xlabel="step", ylabel="mean of the sampled answers", ylim=(0, None))
+    elif statement.draw == "by tokens":
+        for label, style in figures.styles(groups).items():
+            spent = np.mean([np.cumsum(run["tokens"][1:]) for run in groups[label]], 0) / 1000
+            curves = [figures.trailing_mean(run["accuracy"][1:], 10) for run in groups[label]]
+            ax.plot(spent, np.mean(curves, 0), label=label, markevery=4, **style)
+        ax.set(xlabel="thousand tokens sampled", ylabel="accuracy, share of answers")
+    elif statement.draw:
+        figures.draw_panel(ax, groups, statement.draw, smooth=3)
+        if statement.draw in COLUMNS:
+            ax.set(ylabel=COLUMNS[statement.draw])
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    else:
+        ax.plot([float(statement.value(arms)) for arms in found], "ko", ms=4, label="a seed")
+        margin = statement.above if statement.below is None else statement.below
+        ax.axhline(margin, color="#D55E00", ls="--", lw=1, label=f"claimed: beyond {margin:g}")
+        ax.set(xlabel="seed", ylabel=textwrap.fill(statement.effect, 40), xticks=range(len(found)))
+    ax.legend(fontsize=6.5, frameon=False)
