@@ -202,7 +202,7 @@ def length_bias(seed, out, **flags):
     """
     grpo = importlib.import_module("grpo")
     dapo, cfg, policy, batch, advantages, cuts = first_rollout(
-        "dapo", seed, **flags, minibatches=1, micro_tokens=10**9)
+        "dapo", seed, **flags, prompts_per_step=16, minibatches=1, micro_tokens=10**9)
     micros = cuts[0].micros
     logp = [common.micro_logps(policy, batch, micro, cfg.temperature, "off")[0] for micro in micros]
     logp, mask = common.pad_cat(logp, 0.0), common.pad_cat([micro.mask for micro in micros], 0)

@@ -43,6 +43,7 @@ def statement(seeds=8, **bounds):
     ([-0.30, -0.31, -0.29], dict(below=0), "seen"),
     ([0.3, -0.2, 0.1], dict(above=0), "undecided"),
     ([0.01, 0.012, 0.011], dict(above=0, matters=0.1), "not seen"),  # there, but negligible
+    ([0.080, 0.081, 0.079], dict(above=0, matters=0.1), "not seen"),  # the same, nearer to 0.1
     ([0.01, -0.012, 0.011], dict(above=0, matters=0.1), "not seen"),
     ([-0.01, 0.012, -0.011], dict(below=0, matters=-0.1), "not seen"),
     ([0.2, -0.1, 0.11], dict(above=0, matters=0.1), "undecided"),
@@ -148,6 +149,7 @@ def test_jobs_are_shared_and_second_settings_come_last(tmp_path):
     arms = {"a": ("grpo", {}), "b": ("grpo", {"beta": 0.1})}
     short = Statement("x", "y", None, {"a": arms["a"]}, above=0, seeds=2, steps=10)
     long = Statement("x", "y", None, arms, above=0, seeds=2, again=dict(lr=1e-4), again_seeds=1)
+    assert trials.jobs([long, short], tmp_path)[0].steps == 20
     found = [(one.path.name, one.steps) for one in trials.jobs([short, long], tmp_path)]
     assert found == [("grpo-s0", 20), ("grpo-s1", 20), ("grpo-beta-0.1-s0", 20),
                      ("grpo-beta-0.1-s1", 20), ("grpo-lr-0.0001-s0", 20),
