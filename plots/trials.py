@@ -215,36 +215,33 @@ def quantile(df):
 
 
 def judge(statement, values):
-    """Mean, half the 95 % interval, the side that the data are on, its p-value before Holm's
-    correction, and the seeds it would take to tell at 95 % (None: no number would)."""
+    """Mean, half the 95 % interval, the side that the data are on, how sure that is (`clear`: in
+    standard deviations between seeds) and its p-value before Holm's correction."""
     sign, margin = (1, statement.above) if statement.below is None else (-1, statement.below)
     matters = margin if statement.matters is None else statement.matters
     mean, n = float(np.mean(values)), len(values)
     claimed = f"{'>' if sign > 0 else '<'} {margin:g}"
     beyond, short = sign * (mean - margin), sign * (matters - mean)  # distances to be sure of
-    result = dict(values=values, mean=mean, half=None, claimed=claimed, p=1.0, needed=None)
+    result = dict(values=values, mean=mean, half=None, claimed=claimed, p=1.0, clear=0.0)
     if statement.seeds == 1:
         return result | dict(half=0.0, p=0.0, side="seen" if beyond > 0 else "not seen")
     if n < 2:
         return result | dict(side="undecided")
     spread = float(np.std(values, ddof=1))
-    error = spread / math.sqrt(n)
-    half = quantile(n - 1) * error
+    half = quantile(n - 1) * spread / math.sqrt(n)
     # An effect that is there but too small to matter is not what was claimed.
     unseen = short > half or short >= beyond
-    distance = short if unseen else beyond
     result |= dict(half=half, side="not seen" if unseen else "seen")
-    if error == 0:
+    if spread == 0:
         return result | dict(p=0.0)
-    if distance > 0:
-        result |= dict(p=p_value(distance / error, n - 1),
-                       needed=2 + math.ceil((1.96 * spread / distance) ** 2))
-    return result
+    clear = max(0.0, short if unseen else beyond) / spread
+    return result | dict(clear=clear, p=p_value(clear * math.sqrt(n), n - 1))
 
 
 def decide(results, tested):
     """Give each result its verdict: Holm's procedure over all `tested` statements of the table,
-    those that have not been run included."""
+    those that have not been run included. `needed`: the seeds at which what is undecided would
+    pass it with the same effect and spread; None for a thousand and more."""
     judged = sorted((r for r in results if "side" in r), key=lambda r: r["p"])
     holds, left = True, tested
     for result in judged:
@@ -252,11 +249,15 @@ def decide(results, tested):
             result["verdict"] = result["side"]
             continue
         holds = holds and result["p"] <= 0.05 / left
-        left -= 1
         result["verdict"] = result["side"] if holds else "undecided"
+        if not holds and result["clear"] > 0:
+            enough = (n for n in range(result["seeds"] + 1, 1000)
+                      if p_value(result["clear"] * math.sqrt(n), n - 1) <= 0.05 / left)
+            result["needed"] = next(enough, None)
+        left -= holds
 
 
-# --- drawing ---------------------------------------------------------------------------------------
+# --- drawing -------------------------------------------------------------------------------------
 
 
 def draw_panel(ax, statement, found):

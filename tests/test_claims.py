@@ -76,16 +76,23 @@ def test_interval_is_students():
 
 
 def test_seeds_it_would_take():
-    """Effect 1, spread 2: the interval of n seeds is about 1.96 * 2 / sqrt(n)."""
-    result = trials.judge(statement(above=0), [1 + 2 * x for x in (-1, 1, 0, -1, 1)])
-    assert result["p"] > 0.05 and result["needed"] == 2 + 16  # 15.4 and two for Student's t
-    assert trials.judge(statement(above=0), [0.5, -0.5])["needed"] is None  # no effect at all
+    """Effect 1, spread 2, level 0.05: t = sqrt(n) / 2 passes Student's at n = 18 (2.121 > 2.110;
+    n = 17: 2.062 < 2.120); a level of 0.05 / 10 takes more."""
+    values = [1 + 2 * x for x in (-1, 1, 0, -1, 1)]  # their standard deviation is exactly 2
+    result = dict(seeds=5) | trials.judge(statement(above=0), values)
+    trials.decide([result], tested=1)
+    assert result["verdict"] == "undecided" and result["needed"] == 18
+    trials.decide([result], tested=10)
+    assert result["needed"] > 30
+    result = dict(seeds=2) | trials.judge(statement(above=0), [0.5, -0.5])  # no effect at all
+    trials.decide([result], tested=1)
+    assert result.get("needed") is None
 
 
 def test_holm():
     """Three of five tested statements were run: 0.01 <= 0.05 / 5, 0.0126 > 0.05 / 4 stops."""
     def judged(*ps):
-        results = [dict(p=p, side="seen", seeds=8) for p in ps]
+        results = [dict(p=p, side="seen", seeds=8, clear=0) for p in ps]
         results += [dict(seeds=8), dict(p=0.0, side="seen", seeds=1)]
         trials.decide(results, tested=5)
         assert "verdict" not in results[-2] and results[-1]["verdict"] == "seen"
@@ -129,7 +136,7 @@ def test_entries_are_sound(name, tmp_path):
             flags = {k: "a folder" if callable(v) else v for k, v in one.flags.items()}
             cfg = trials.Job(one.script, flags, one.seed, one.steps, one.path).config()
             cfg.check()
-            assert (cfg.seed, cfg.steps) == (one.seed, one.steps)
+            assert (cfg.seed, cfg.steps) == (one.seed, one.flags.get("steps", one.steps))
             line = " ".join(trials.command(one.script, cfg))
             assert all(f"--{k}" in line or f"--no_{k}" in line or k == "cold_start_lr"
                        for k in flags)
