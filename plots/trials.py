@@ -31,8 +31,8 @@ STEPS = 20  # the learning rate is constant, so the first 20 steps of a longer r
 QUICK = dict(steps=2, eval_every=2, eval_size=16, test_size=16, cold_start=20)
 FREE = {"out_dir", "resume", "steps", "save_every", "keep", "eval_every", "test_size", "samples",
         "wandb", "critic"}  # may differ in a run that is found
-COLUMNS = {"accuracy": "accuracy, share of sampled answers",
-           "eval_sampled": "held-out accuracy, sampled answers",
+COLUMNS = {"accuracy": "accuracy, sampled answers",
+           "eval_sampled": "held-out accuracy, sampled",
            "explained_var": "explained variance, share"}  # those that figures.py has no words for
 
 
@@ -49,7 +49,7 @@ class Statement:
     matters: float = None  # the smallest effect that would matter; None: the margin
     seeds: int = 8  # 1: exact
     steps: int = STEPS
-    draw: str | tuple = ""  # a column, or names of measured numbers; "": the value of each seed
+    draw: str | tuple = ""  # a column, or measured numbers; "": each seed's value; None: nothing
     again: dict = None  # flags of a second setting
     again_seeds: int = 4
 
