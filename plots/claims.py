@@ -307,8 +307,8 @@ def repeated(result):
     if "again" not in result:
         return ""
     again, word = result["again"], "open"
-    if again["p"] < 0.05:
-        word = "the same" if again["side"] == result.get("side") else "the opposite"
+    if again["p"] < 0.05:  # for itself, not corrected
+        word = again["side"]
     return f"{word}: {effect(result | again)} ({again['setting']}, n {len(again['values'])})"
 
 
