@@ -136,10 +136,11 @@ def test_entries_are_sound(name, tmp_path):
             flags = {k: "a folder" if callable(v) else v for k, v in one.flags.items()}
             cfg = trials.Job(one.script, flags, one.seed, one.steps, one.path).config()
             cfg.check()
+            tiny = sys.modules[one.script].TINY
             assert (cfg.seed, cfg.steps) == (one.seed, one.flags.get("steps", one.steps))
             line = " ".join(trials.command(one.script, cfg))
-            assert all(f"--{k}" in line or f"--no_{k}" in line or k == "cold_start_lr"
-                       for k in flags)
+            assert all(f"--{k}" in line or f"--no_{k}" in line or v == tiny[k]
+                       for k, v in flags.items())
     for each in claim.statements:
         assert each.text and each.effect and (each.above is None) != (each.below is None)
         if each.matters is not None:  # on the claimed side of the margin
