@@ -1,336 +1,404 @@
 """What the articles and papers say, run and seen: each claim is a command.
 
-    python plots/claims.py                       the claims
-    python plots/claims.py clip-higher           run it, draw it in runs/claims, judge
-    python plots/claims.py all [--quick]         finished runs are not run again; quick: no evidence
-    python plots/claims.py all --update          the pictures and plots/claims.json anew
+    python plots/claims.py                       the claims and their statements
+    python plots/claims.py clip-higher           run what is missing, draw it in runs/claims, judge
+    python plots/claims.py all --jobs 2          two runs at a time; if stopped, call it again
+    python plots/claims.py all --as_is --update  no runs; the pictures and plots/claims.json anew
     python plots/claims.py --table               the table of plots/README.md, from claims.json
 
-A part of a claim is a number per seed, mostly the difference of two arms on the same seed, and a
-margin. Over seeds we take its mean and 90 % interval (Student's t). *Seen*: the interval lies on
-the claimed side of the margin; *not seen*: on the other; *undecided*: astride, or a single seed. A
-claim is seen if all its parts are, not seen if one is not. `accuracy` is of the answers sampled in
-the last ten training steps (1,280 by default). In 40 steps RL asks no question twice (PPO: in 31);
-the cold start, the same in all arms but its own claim's, has seen them with a pupil's answers.
-What no metric of a run tells is measured in plots/measures.py.
+A claim is split into statements, each of which can be true or false alone: a number per seed,
+mostly the difference of two arms with the same cold start and questions, claimed to lie above
+(below) a margin. Seeds are 0 to n - 1, and n was written here before the judged runs. We take the
+mean and its 95 % interval (Student's t). *Seen*: it lies on the claimed side of the margin. *Not
+seen*: it lies short of the smallest effect that would matter, `matters` (else the margin), be it
+negligible or of the other sign. Both are two-sided tests at 5 %, corrected for all statements
+together (Holm). *Undecided*: neither; the seeds it would take are told. *Exact*: arithmetic.
+`accuracy` is of the answers sampled in the last ten training steps, 1,280 by default. RL asks no
+question twice in these runs; the cold start has seen them with a pupil's answers.
+What no metric of a run tells is measured in plots/measures.py; how it is run and judged: trials.py.
 """
 
 import argparse
-import importlib
 import json
 import math
-import shlex
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "plots")]
 import common  # noqa: E402
-import figures  # noqa: E402
 import measures as m  # noqa: E402
+import trials  # noqa: E402
+from trials import Statement  # noqa: E402
 
-STEPS = 40  # the learning rate is constant, so the first 40 steps of a longer run are those of 40
-QUICK = dict(steps=2, eval_every=2, eval_size=16, test_size=16, cold_start=20)
 RESULTS = ROOT / "plots" / "claims.json"
-TITLES = {"accuracy": ("Accuracy, sampled answers", "share of answers"),
-          "tokens": ("Tokens sampled", "per step"), "value_loss": ("Value loss", "mean of a step"),
-          "explained_var": ("Explained variance of the critic", "share")}
-T90 = [math.inf, math.inf, 6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83]  # by seeds
-FREE = {"out_dir", "resume", "steps", "save_every", "keep", "wandb", "critic"}  # in a reused run
-
-
-@dataclass
-class Part:
-    """One number per seed, `value({arm: run or measurement})`, claimed to be above (below) this."""
-
-    label: str
-    value: callable
-    above: float = None
-    below: float = None
-
-    def judge(self, values):
-        """{label, values, mean, spread, verdict}; spread: half the 90 % interval, None for one."""
-        mean, n = float(np.mean(values)), len(values)
-        error = np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.inf
-        half = float(T90[min(n, 10)] * error)
-        side = mean - self.above if self.below is None else self.below - mean
-        verdict = "seen" if side - half > 0 else "not seen" if side + half <= 0 else "undecided"
-        return dict(label=self.label, values=values, mean=mean, verdict=verdict,
-                    spread=half if math.isfinite(half) else None,
-                    claimed=f"> {self.above:g}" if self.below is None else f"< {self.below:g}")
+COLORS = {"seen": "#00734f", "not seen": "#b34700"}
 
 
 @dataclass
 class Claim:
-    """Arms (a script and its flags, or a measuring function) that put a statement to the test."""
+    """What is claimed, where, and the statements that it takes."""
 
-    statement: str
+    headline: str
     source: str
-    arms: dict
-    parts: list
-    panels: tuple = ("accuracy", "eval_accuracy", "entropy")
-    steps: int = STEPS
+    statements: list
 
 
-# --- the claims ----------------------------------------------------------------------------------
+# --- the claims, the likeliest to be decided first -----------------------------------------------
 
-ACCURACY, LENGTH = m.late("accuracy"), m.late("response_len")
-GRPO, DAPO, GSPO, PPO = (("grpo", {}), ("dapo", {}), ("gspo", {}), ("ppo", {}))  # defaults, shared
+ACCURACY = m.late("accuracy")
+
+
+def arm(script, **flags):
+    return script, flags
+
+
+COLD = dict(cold_start_lr=20 * 3e-4)  # the default, also where --lr is another: one cold start
+SLOW, FAST = COLD | dict(lr=1e-4), COLD | dict(lr=1e-3)  # second settings; the default is 3e-4
+LONG = dict(steps=80)  # as long as the scripts train by default
+
+GRPO, DAPO, GSPO, PPO = arm("grpo"), arm("dapo"), arm("gspo"), arm("ppo")
+EVERY = arm("dapo", dynamic_sampling=False)  # DAPO that trains on every group: as cheap as GRPO
+NO_CRITIC = {"GRPO": GRPO, "PPO": PPO}
+SEQUENCE = {"GRPO": GRPO, "GSPO": GSPO}
+DYNAMIC = {"on": DAPO, "off": EVERY}
+MEANS = {"token mean": EVERY,
+         "answer mean": arm("dapo", dynamic_sampling=False, token_mean=False)}
+ONE = {"GRPO": arm("grpo", minibatches=1, beta=0.0), "GSPO": arm("gspo", minibatches=1)}
+# Clipping needs ratios far from 1: 16 updates a rollout, as DAPO's paper has, not 4.
+CLIP = {"clip 0.28": arm("dapo", dynamic_sampling=False, minibatches=16),
+        "clip 0.2": arm("dapo", dynamic_sampling=False, minibatches=16, clip_high=0.2)}
+GROUPS = {"16 x 8": GRPO, "16 x 2": arm("grpo", group_size=2),
+          "64 x 2": arm("grpo", prompts_per_step=64, group_size=2),
+          "4 x 32": arm("grpo", prompts_per_step=4, group_size=32)}
+# With every group in it, the penalty also acts where all are wrong and only lengths differ.
+OVERLONG = {"penalty": EVERY, "none": arm("dapo", dynamic_sampling=False, overlong_buffer=0)}
+KL = {"0": arm("grpo", beta=0.0), "0.01": GRPO, "0.1": arm("grpo", beta=0.1),
+      "1": arm("grpo", beta=1.0)}
+# A short cold start: the format is not learned yet, so paying it has something to teach.
+MIX = {"correct": arm("grpo", cold_start=100),
+       "mix": arm("grpo", cold_start=100, reward="correct+0.5*marker_format")}
+START = {"cold start": GRPO, "none": arm("grpo", cold_start=0)}
+# lambda 0.8: further back than 1 / (1 - 0.8) = 5 tokens the critic's word is all a token has.
+CRITIC = dict(lam=0.8, prompts_per_step=64)
+CRITICS = {"like the policy, 10 x": arm("ppo", **CRITIC, critic_lr=3e-3),
+           "small, 10 x": arm("ppo", **CRITIC, critic_lr=3e-3, critic=m.small_critic),
+           "like the policy, 1 x": arm("ppo", **CRITIC, critic_lr=3e-4)}
+ROLLOUT, LENGTHS = {"rollout": m.clip_ranges}, {"gradient": m.length_bias}
+GRADIENTS, MEMORY, DENSE = {"gradients": m.agreement}, {"7B": m.plan_7b}, {"dense": m.ratios}
+EXPERTS = {"experts": m.ratios_moe, "dense": m.ratios_narrow}
+
+
+def among(arms, *labels):
+    """Some of the arms."""
+    return {label: arms[label] for label in labels}
+
 
 CLAIMS = {
-    "no-critic": Claim(
-        "GRPO has no critic: fewer models, less memory, faster steps than PPO of as many answers",
-        "articles 000, 001, 003, 004",
-        {"GRPO": GRPO, "PPO": PPO, "7B": m.plan_7b},
-        [Part("models in memory, PPO - GRPO", m.measured("7B", "models"), above=0),
-         Part("GB per GPU (7B, 8 GPUs), PPO / GRPO", m.measured("7B", "memory_ratio"), above=1.1),
-         Part("seconds per step, PPO / GRPO", m.ratio_of("PPO", "GRPO", m.over_all("t_total")),
-              above=1.1)],
-        ("t_total", "accuracy", "mem_gb")),
-    "clip-higher": Claim(
-        "Clip-higher keeps entropy and exploration up", "DAPO; articles 000, 001, 004",
-        {"clip 0.28": DAPO, "clip 0.2": ("dapo", dict(clip_high=0.2))},
-        [Part("entropy, 0.28 - 0.2",
-              m.difference("clip 0.28", "clip 0.2", m.late("entropy")), above=0),
-         Part("groups of mixed answers, 0.28 - 0.2",
-              m.difference("clip 0.28", "clip 0.2", m.mixed_groups), above=0)],
-        ("entropy", "accuracy", "clip_frac")),
-    "dynamic-sampling": Claim(
-        "Dynamic sampling removes groups without gradient, and it helps",
-        "DAPO; article 001 (arXiv 2512.07611: not always)",
-        {"on": DAPO, "off": ("dapo", dict(dynamic_sampling=False))},
-        [Part("tied groups, off - on", m.difference("off", "on", m.late("tied_frac")), above=0.1),
-         Part("accuracy at equal steps, on - off", m.difference("on", "off", ACCURACY), above=0),
-         Part("accuracy at equal tokens, on - off", m.at_equal_tokens("on", "off"), above=0)],
-        ("accuracy", "tied_frac", "tokens")),
-    "token-mean": Claim(
-        "A mean per answer gives short answers' tokens more weight and shortens; per token, not",
-        "DAPO; articles 000, 001",
-        {"token mean": DAPO, "answer mean": ("dapo", dict(token_mean=False)),
-         "gradient": m.length_bias},
-        [Part("|gradient| a token, shortest / longest quarter, answer mean over token mean",
-              m.measured("gradient", "short_over_long"), above=1.1),
-         Part("push on length by the gradient, token - answer mean, tokens",
-              m.measured("gradient", "length_push"), above=0),
-         Part("response length, token - answer mean, tokens",
-              m.difference("token mean", "answer mean", LENGTH), above=0)],
-        ("response_len", "accuracy", "entropy")),
-    "overlong": Claim(
-        "The overlong penalty lowers truncation without losing accuracy", "DAPO; articles 000, 001",
-        {"buffer 16": DAPO, "none": ("dapo", dict(overlong_buffer=0))},
-        [Part("truncated answers, 16 - none",
-              m.difference("buffer 16", "none", m.over_all("truncated_frac")), below=0),
-         Part("accuracy, 16 - none", m.difference("buffer 16", "none", ACCURACY), above=-0.02)],
-        ("truncated_frac", "response_len", "accuracy")),
-    "group-size": Claim(
-        "Larger groups are steadier and more accurate, at equal samples too", "articles 001, 004",
-        {"G 2": ("grpo", dict(group_size=2)), "G 16": ("grpo", dict(group_size=16)),
-         "64 x G 2": ("grpo", dict(prompts_per_step=64, group_size=2)),
-         "8 x G 16": ("grpo", dict(prompts_per_step=8, group_size=16))},
-        [Part("accuracy, G 16 - 2", m.difference("G 16", "G 2", ACCURACY), above=0),
-         Part("unsteadiness, G 16 - 2", m.difference("G 16", "G 2", m.unsteadiness), below=0),
-         Part("accuracy at 128 samples, G 16 - 2", m.difference("8 x G 16", "64 x G 2", ACCURACY),
-              above=0),
-         Part("unsteadiness at 128 samples, G 16 - 2",
-              m.difference("8 x G 16", "64 x G 2", m.unsteadiness), below=0)],
-        ("accuracy", "grad_norm", "tied_frac")),
-    "kl-weight": Claim(
-        "The best KL weight lies between none and much", "article 001 (arXiv 2512.07611)",
-        {"beta 0": ("grpo", dict(beta=0.0)), "beta 0.01": GRPO,
-         "beta 0.1": ("grpo", dict(beta=0.1)), "beta 1": ("grpo", dict(beta=1.0))},
-        [Part("accuracy, 0.01 - 0", m.difference("beta 0.01", "beta 0", ACCURACY), above=0),
-         Part("accuracy, 0.01 - 1", m.difference("beta 0.01", "beta 1", ACCURACY), above=0)],
-        ("accuracy", "ref_kl", "entropy")),
-    "sequence-ratio": Claim(
-        "GSPO clips two orders of magnitude more than GRPO and still learns; its ratio varies "
-        "less than the tokens', the more so with experts", "GSPO; articles 003, 004",
-        {"GRPO": GRPO, "GSPO": GSPO, "dense": m.ratios, "experts": m.ratios_moe},
-        [Part("clip fraction, GSPO / GRPO", m.ratio_of("GSPO", "GRPO", m.over_all("clip_frac")),
-              above=30),
-         Part("rise of held-out accuracy, GSPO", m.of("GSPO", m.gain), above=0.2),
-         Part("variance of log ratios, token / answer", m.measured("dense", "reduction"), above=1),
-         Part("the same, experts / dense",
-              lambda arms: arms["experts"]["reduction"] / arms["dense"]["reduction"], above=1),
-         Part("expert choices changed by 3 updates", m.measured("experts", "rerouted"), above=0)],
-        ("clip_frac", "accuracy", "approx_kl")),
-    "cold-start": Claim(
-        "Without a cold start nothing starts", "article 004",
-        {"cold start": GRPO, "none": ("grpo", dict(cold_start=0))},
-        [Part("accuracy without", m.of("none", m.over_all("accuracy")), below=0.01),
-         Part("accuracy, with - without", m.difference("cold start", "none", ACCURACY), above=0.2)],
-        ("accuracy", "eval_accuracy", "tied_frac")),
-    "critic": Claim(
-        "A small critic explains less and costs accuracy; a critic should learn ten times faster",
-        "article 000",
-        {"like the policy": PPO, "small": ("ppo", dict(critic=m.small_critic)),
-         "lr 1 x": ("ppo", dict(critic_lr=3e-4)), "lr 10 x": ("ppo", dict(critic_lr=3e-3))},
-        [Part("explained variance, small - like",
-              m.difference("small", "like the policy", m.late("explained_var")), below=0),
-         Part("accuracy, small - like",
-              m.difference("small", "like the policy", ACCURACY), below=0),
-         Part("explained variance, lr 10 x - 1 x",
-              m.difference("lr 10 x", "lr 1 x", m.late("explained_var")), above=0),
-         Part("accuracy, lr 10 x - 1 x", m.difference("lr 10 x", "lr 1 x", ACCURACY), above=0)],
-        ("accuracy", "explained_var", "value_loss")),
-    "reward-design": Claim(
-        "`gold in text` is hacked, the format alone is gamed, the mix helps", "article 004",
-        {"correct": GRPO, "contains": ("grpo", dict(reward="contains")),
-         "format": ("grpo", dict(reward="marker_format")),
-         "mix": ("grpo", dict(reward="correct+0.5*marker_format"))},
-        [Part("paid beyond right answers, contains", m.of("contains", m.hacked), above=0.1),
-         Part("paid beyond right answers, format", m.of("format", m.hacked), above=0.1),
-         Part("accuracy, mix - correct", m.difference("mix", "correct", ACCURACY), above=0)],
-        ("reward", "accuracy", "response_len")),
-    "one-update": Claim(
-        "With one update per rollout the ratio is 1, clipping idles, and GSPO is GRPO",
-        "algorithms.md; GSPO",
-        {"GRPO": ("grpo", dict(minibatches=1, beta=0.0)), "GSPO": ("gspo", dict(minibatches=1))},
-        [Part("largest clip fraction", m.largest("clip_frac"), below=1e-6),
-         Part("largest KL old to new", m.largest("approx_kl"), below=1e-6),
-         Part("gradient norm of step 1, relative gap", m.first_gap("GSPO", "GRPO", "grad_norm"),
-              below=1e-4)],
-        ("accuracy", "clip_frac", "grad_norm"), 20),
+    "no-critic": Claim("GRPO has no critic, and needs none", "articles 000, 001, 003, 004", [
+        Statement("PPO holds a model more than GRPO", "models in memory, PPO - GRPO",
+                  m.contrast("7B", "models, PPO", "models, GRPO"), MEMORY, above=0, seeds=1,
+                  draw=("models, GRPO", "models, PPO")),
+        Statement("A 7B PPO on 8 GPUs takes a tenth more memory than GRPO",
+                  "GB per GPU, PPO / GRPO", m.times("7B", "GB, PPO", "GB, GRPO"), MEMORY,
+                  above=1.1, seeds=1, draw=("GB, GRPO", "GB, PPO")),
+        Statement("A step of PPO takes a tenth longer than GRPO's, for as many answers",
+                  "CPU seconds of a step, PPO / GRPO", m.times("step", "PPO", "GRPO"),
+                  {"step": m.step_seconds}, above=1.1, seeds=4, draw=("GRPO", "PPO")),
+        Statement("GRPO is more accurate than PPO after as many answers", "accuracy, GRPO - PPO",
+                  m.difference("GRPO", "PPO", ACCURACY), NO_CRITIC, above=0, matters=0.02,
+                  draw="accuracy", again=LONG)]),
+    "sequence-ratio": Claim("GSPO clips far more than GRPO, and still learns",
+                            "GSPO; articles 003, 004", [
+        Statement("GSPO clips thirty times as much as GRPO, or more", "clip fraction, GSPO / GRPO",
+                  m.ratio_of("GSPO", "GRPO", m.over_all("clip_frac")), SEQUENCE, above=30,
+                  draw="clip_frac", again=LONG, again_seeds=8),
+        Statement("It learns all the same", "rise of sampled held-out accuracy, GSPO",
+                  m.of("GSPO", m.gain), {"GSPO": GSPO}, above=0.2, draw="eval_sampled", again=LONG,
+                  again_seeds=8),
+        Statement("GSPO is more accurate than GRPO after as many answers", "accuracy, GSPO - GRPO",
+                  m.difference("GSPO", "GRPO", ACCURACY), SEQUENCE, above=0, matters=0.02,
+                  draw="accuracy", again=LONG, again_seeds=8),
+        Statement("An answer's log ratio varies a tenth as much as a token's, or less",
+                  "variance of log ratios, tokens / answers", m.measured("dense", "reduction"),
+                  DENSE, above=10, again=dict(model="tiny-moe"))]),
+    "dynamic-sampling": Claim("Dynamic sampling removes groups without gradient, and it helps",
+                              "DAPO; article 001 (arXiv 2512.07611: not always)", [
+        Statement("It removes groups without gradient, a tenth of all or more",
+                  "tied groups, off - on", m.difference("off", "on", m.late("tied_frac")), DYNAMIC,
+                  above=0.1, draw="tied_frac"),
+        Statement("It is more accurate after as many steps", "accuracy, on - off",
+                  m.difference("on", "off", ACCURACY), DYNAMIC, above=0, matters=0.02,
+                  draw="accuracy", again=SLOW),
+        Statement("It is more accurate after as many tokens sampled",
+                  "accuracy at equal tokens, on - off", m.at_equal_tokens("on", "off"), DYNAMIC,
+                  above=0, matters=0.02, draw="by tokens", again=SLOW)]),
+    "token-mean": Claim("A mean per answer favours short answers; per token, not",
+                        "DAPO; articles 000, 001", [
+        Statement("A mean per answer gives a short answer's tokens more gradient",
+                  "|gradient| a token, shortest / longest quarter, answer mean over token mean",
+                  m.measured("gradient", "short_over_long"), LENGTHS, above=1.1),
+        Statement("The token mean pushes towards longer answers than the answer mean",
+                  "push on the mean length, token - answer mean (tokens per unit step)",
+                  m.contrast("gradient", "token mean", "answer mean"), LENGTHS, above=0,
+                  draw=("answer mean", "token mean")),
+        Statement("Trained with the token mean, answers are longer",
+                  "length, token - answer mean (tokens)",
+                  m.difference("token mean", "answer mean", m.late("response_len")), MEANS,
+                  above=0, matters=0.2, draw="response_len", again=SLOW)]),
+    "one-update": Claim("With one update per rollout nothing is clipped, and GSPO is GRPO",
+                        "algorithms' equations; GSPO", [
+        Statement("Clipping idles", "largest clip fraction", m.largest("clip_frac"), ONE,
+                  below=1e-6, seeds=3, steps=10, draw="clip_frac"),
+        Statement("The update starts at the policy that sampled", "largest KL, old to new (nats)",
+                  m.largest("approx_kl"), ONE, below=1e-6, seeds=3, steps=10, draw=None),
+        Statement("The first gradients of GSPO and GRPO are as long",
+                  "relative difference of the norms", m.first_gap("GSPO", "GRPO", "grad_norm"),
+                  ONE, below=1e-4, seeds=3, steps=10, draw="grad_norm")]),
+    "clip-higher": Claim("Clip-higher keeps entropy and exploration up",
+                         "DAPO; articles 000, 001, 004", [
+        Statement("On one rollout, unlikely good tokens gain more", "rise of log pi, 0.28 - 0.2",
+                  m.contrast("rollout", "gain 0.28", "gain 0.2"), ROLLOUT, above=0, matters=0.01,
+                  draw=("gain 0.2", "gain 0.28"), again=FAST),
+        Statement("On one rollout, more entropy is left", "entropy, 0.28 - 0.2 (nats per token)",
+                  m.contrast("rollout", "entropy 0.28", "entropy 0.2"), ROLLOUT, above=0,
+                  matters=0.001, draw=("entropy 0.2", "entropy 0.28"), again=FAST),
+        Statement("Over training, more entropy is left", "entropy, 0.28 - 0.2 (nats per token)",
+                  m.difference("clip 0.28", "clip 0.2", m.late("entropy")), CLIP, above=0,
+                  matters=0.003, draw="entropy", again=FAST),
+        Statement("Over training, fewer groups are all right or all wrong",
+                  "tied groups, 0.28 - 0.2",
+                  m.difference("clip 0.28", "clip 0.2", m.late("tied_frac")), CLIP, below=0,
+                  matters=-0.02, draw="tied_frac", again=FAST)]),
+    "group-size": Claim("Larger groups are steadier and more accurate, at equal samples too",
+                        "articles 001, 004", [
+        Statement("16 questions: gradients of 8 answers each agree better than of 2",
+                  "mean cosine, G 8 - G 2", m.contrast("gradients", "16 x 8", "16 x 2"), GRADIENTS,
+                  above=0, draw=("16 x 2", "16 x 8")),
+        Statement("128 samples: gradients of groups of 8 agree better than of 2",
+                  "mean cosine, 16 x 8 - 64 x 2", m.contrast("gradients", "16 x 8", "64 x 2"),
+                  GRADIENTS, above=0, matters=0.02,
+                  draw=("64 x 2", "32 x 4", "16 x 8", "8 x 16", "4 x 32")),
+        Statement("16 questions: groups of 8 are more accurate than of 2", "accuracy, G 8 - G 2",
+                  m.difference("16 x 8", "16 x 2", ACCURACY), among(GROUPS, "16 x 8", "16 x 2"),
+                  above=0, matters=0.02, draw="accuracy", again=SLOW),
+        Statement("128 samples: groups of 8 are more accurate than of 2",
+                  "accuracy, 16 x 8 - 64 x 2", m.difference("16 x 8", "64 x 2", ACCURACY),
+                  among(GROUPS, "16 x 8", "64 x 2"), above=0, matters=0.02, draw="accuracy",
+                  again=SLOW),
+        Statement("128 samples: groups of 32 are more accurate than of 8",
+                  "accuracy, 4 x 32 - 16 x 8", m.difference("4 x 32", "16 x 8", ACCURACY),
+                  among(GROUPS, "16 x 8", "4 x 32"), above=0, matters=0.02, draw="accuracy",
+                  again=SLOW)]),
+    "overlong": Claim("The overlong penalty lowers truncation without losing accuracy",
+                      "DAPO; articles 000, 001", [
+        Statement("Fewer answers are truncated", "truncated answers, with - without",
+                  m.difference("penalty", "none", m.over_all("truncated_frac")), OVERLONG, below=0,
+                  matters=-0.002, draw="truncated_frac", again=SLOW),
+        Statement("It costs less than 0.02 of accuracy", "accuracy, with - without",
+                  m.difference("penalty", "none", ACCURACY), OVERLONG, above=-0.02,
+                  draw="accuracy", again=SLOW)]),
+    "kl-weight": Claim("The best KL weight lies between none and much",
+                       "article 001 (arXiv 2512.07611)", [
+        Statement("A little KL is more accurate than none", "accuracy, beta 0.01 - 0",
+                  m.difference("0.01", "0", ACCURACY), among(KL, "0", "0.01"), above=0,
+                  matters=0.02, draw="accuracy", again=FAST),
+        Statement("A little KL is more accurate than much", "accuracy, beta 0.01 - 1",
+                  m.difference("0.01", "1", ACCURACY), among(KL, "0.01", "1"), above=0,
+                  matters=0.02, draw="accuracy", again=SLOW),
+        Statement("Ten times the weight halves the distance to the reference",
+                  "KL to the reference, beta 0.01 / 0.1",
+                  m.ratio_of("0.01", "0.1", m.late("ref_kl")), among(KL, "0.01", "0.1"), above=2,
+                  draw="ref_kl", again=SLOW)]),
+    "reward-design": Claim("A lax reward is hacked; format and correctness together help",
+                           "article 004", [
+        Statement("`gold in text` is hacked", "paid beyond right answers",
+                  m.of("contains", m.hacked), {"contains": arm("grpo", reward="contains")},
+                  above=0.1, seeds=4, draw="paid and right", again=SLOW),
+        Statement("Paying the format alone is gamed", "paid beyond right answers",
+                  m.of("format", m.hacked), {"format": arm("grpo", reward="marker_format")},
+                  above=0.1, seeds=4, draw="paid and right", again=SLOW),
+        Statement("Where the format is not yet learned, paying it too is more accurate",
+                  "accuracy, mix - correct", m.difference("mix", "correct", ACCURACY), MIX,
+                  above=0, matters=0.02, draw="accuracy", again=SLOW)]),
+    "cold-start": Claim("Without a cold start nothing starts", "article 004", [
+        Statement("Without, not one answer in a hundred is right", "accuracy without",
+                  m.of("none", m.over_all("accuracy")), among(START, "none"), below=0.01, seeds=4,
+                  draw="accuracy", again=FAST),
+        Statement("With it, most are", "accuracy, with - without",
+                  m.difference("cold start", "none", ACCURACY), START, above=0.2, seeds=4,
+                  draw="accuracy", again=FAST)]),
+    "critic": Claim("A critic should be as large as the policy, and learn ten times faster",
+                    "article 000", [
+        Statement("A small critic explains less", "explained variance, small - like the policy",
+                  m.difference("small, 10 x", "like the policy, 10 x", m.over_all("explained_var")),
+                  among(CRITICS, "like the policy, 10 x", "small, 10 x"), below=0, matters=-0.02,
+                  draw="explained_var"),
+        Statement("A small critic costs accuracy", "accuracy, small - like the policy",
+                  m.difference("small, 10 x", "like the policy, 10 x", ACCURACY),
+                  among(CRITICS, "like the policy, 10 x", "small, 10 x"), below=0, matters=-0.02,
+                  draw="accuracy"),
+        Statement("At ten times the policy's learning rate a critic explains more",
+                  "explained variance, 10 x - 1 x", m.difference(
+                      "like the policy, 10 x", "like the policy, 1 x", m.over_all("explained_var")),
+                  among(CRITICS, "like the policy, 10 x", "like the policy, 1 x"), above=0,
+                  matters=0.02, draw="explained_var"),
+        Statement("... and the policy is more accurate", "accuracy, 10 x - 1 x",
+                  m.difference("like the policy, 10 x", "like the policy, 1 x", ACCURACY),
+                  among(CRITICS, "like the policy, 10 x", "like the policy, 1 x"), above=0,
+                  matters=0.02, draw="accuracy")]),
+    "experts": Claim("GSPO's ratio helps a mixture of experts more", "GSPO; articles 003, 004", [
+        Statement("Three updates send one token in a hundred to other experts",
+                  "choices of experts changed", m.measured("experts", "rerouted"),
+                  among(EXPERTS, "experts"), above=0.01),
+        Statement("Log ratios gain more with experts than with as many active dense units",
+                  "variance of log ratios, tokens / answers, log of experts over dense",
+                  lambda arms: math.log(arms["experts"]["reduction"] / arms["dense"]["reduction"]),
+                  EXPERTS, above=0, matters=0.1)]),
 }
 
-# --- running -------------------------------------------------------------------------------------
+# --- judging and telling -------------------------------------------------------------------------
 
 
-def settings(arm, seed, steps, quick, out):
-    """An arm's Config: the tiny defaults, its flags, the seed, the steps, those of --quick."""
-    script, flags = arm
-    module = importlib.import_module(script)
-    changes = dict(seed=seed, steps=steps) | (QUICK if quick else {}) | flags
-    changes = {k: v(seed, quick, out) if callable(v) else v for k, v in changes.items()}
-    return module.Config(**module.TINY | changes)
+def examine(name, out, quick=False):
+    """Judge a claim's statements from what has been run: (results, the evidence of each)."""
+    results, seen = [], []
+    for statement in CLAIMS[name].statements:
+        found, seconds = trials.evidence(statement, out, quick=quick)
+        result = dict(text=statement.text, effect=statement.effect, n=len(found),
+                      seeds=statement.seeds, minutes=seconds / 60)
+        if len(found) == statement.seeds or quick:
+            result |= trials.judge(statement, [float(statement.value(arms)) for arms in found])
+        again = trials.evidence(statement, out, statement.again)[0] if statement.again else []
+        if len(again) == statement.again_seeds and not quick:
+            setting = " ".join(f"{k} {v}" for k, v in statement.again.items() if k not in COLD)
+            result["again"] = dict(setting=setting) | trials.judge(
+                statement, [float(statement.value(arms)) for arms in again])
+        results.append(result)
+        seen.append(found)
+    return results, seen
 
 
-def command(script, cfg):
-    """The command line that makes this Config, without what the tiny defaults say already."""
-    module, words = importlib.import_module(script), []
-    for name, value in asdict(cfg).items():
-        if value != getattr(module.Config(**module.TINY), name):
-            words += [f"--no_{name}"] if value is False else [f"--{name}", str(value)]
-    return [sys.executable, str(ROOT / f"{script}.py"), *words]
+def effect(result):
+    """Mean ± half the 95 % interval."""
+    if "mean" not in result:
+        return "–"
+    half = "?" if result["half"] is None else f"{result['half']:.2g}"
+    return f"{result['mean']:.3g}" + (f" ± {half}" if result["seeds"] > 1 else "")
 
 
-def run_arm(arm, seed, steps, quick, out):
-    """The run of an arm and seed: found finished, resumed, or run now. Returns its folder."""
-    script, flags = arm
-    names = [f"{k}-{getattr(v, '__name__', v)}" for k, v in flags.items()]
-    folder = out / "-".join([script, *names, f"s{seed}"])
-    cfg = settings(arm, seed, steps, quick, out)
-    about = folder / "config.json"
-    if about.is_file():
-        saved = json.loads(about.read_text())["config"]
-        differ = [k for k, v in asdict(cfg).items() if k not in FREE and saved.get(k) != v]
-        if differ:
-            common.fail(f"{folder} holds a run of other {', '.join(differ)}: move it away")
-        if saved["steps"] >= cfg.steps and (folder / "final" / "config.json").is_file():
-            return folder
-    line = command(script, cfg) + ["--out_dir", str(folder)] + ["--resume"] * about.is_file()
-    print("  " + shlex.join(["python", Path(line[1]).name, *line[2:]]), flush=True)
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        common.fail(f"{folder}: " + (done.stderr.strip().splitlines() or ["no message"])[-1])
-    return folder
+def verdict(result):
+    """In words: also how many seeds there are, or how many would tell."""
+    if "verdict" not in result:
+        return f"not run yet ({result['n']} of {result['seeds']} seeds)"
+    if result["seeds"] == 1:
+        return f"{result['verdict']}, exact"
+    if result["verdict"] == "undecided" and result.get("needed"):
+        return f"undecided (about {result['needed']} seeds would tell)"
+    return result["verdict"]
 
 
-def load_arm(label, arm, seed, steps, quick, out):
-    """An arm's evidence for a seed: its run, cut to the steps; or what its function measured."""
-    if callable(arm):
-        file = out / f"measure-{arm.__name__}-s{seed}.json"
-        if not file.is_file():
-            print(f"  measuring {arm.__name__}, seed {seed}", flush=True)
-            file.write_text(json.dumps(arm(seed, quick, out)))
-        return json.loads(file.read_text())
-    run = figures.load_run(run_arm(arm, seed, steps, quick, out), label)
-    keep = run["step"] <= steps
-    for column in run:
-        run[column] = run[column][keep]
-    return run
-
-
-def judge(claim, evidence):
-    """The parts' results and the verdict on the claim; evidence: a {arm: numbers} per seed."""
-    parts = [part.judge([float(part.value(arms)) for arms in evidence]) for part in claim.parts]
-    worst = min((part["verdict"] for part in parts), key=["not seen", "undecided", "seen"].index)
-    return dict(verdict=worst, parts=parts)
-
-
-def examine(name, seeds, quick, out, update):
-    """Run a claim's arms, draw them, print the verdict; `update`: into the repository's results."""
-    claim, evidence, steps = CLAIMS[name], [], QUICK["steps"] if quick else CLAIMS[name].steps
-    print(f"{name}: {claim.statement} ({claim.source})", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    for seed in range(seeds):
-        evidence.append({label: load_arm(label, arm, seed, steps, quick, out)
-                         for label, arm in claim.arms.items()})
-    result = judge(claim, evidence) | dict(seeds=seeds, steps=steps)
-    picture = (RESULTS.parent if update else out) / f"claims-{name}.png"
-    draw(claim, evidence, picture)
-    print(text(result) + f"\n  picture: {picture}", flush=True)
-    if update:
-        stored = stored_results() | {name: result}
-        ordered = {key: stored[key] for key in CLAIMS if key in stored}
-        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
-    return result
-
-
-def stored_results():
-    """{claim: result} of all claims that were examined in full."""
-    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-
-
-def draw(claim, evidence, file):
-    """The claim's columns, a line per arm: mean and range over seeds."""
-    groups = {label: [arms[label] for arms in evidence]
-              for label, arm in claim.arms.items() if not callable(arm)}
-    panels = figures.choose_panels(sum(groups.values(), []), claim.panels)
-    fig = figures.make_figure(groups, panels, smooth=5)
-    for ax in fig.axes:
-        if (title := ax.get_title("left")) in TITLES:  # a column that figures.py has no name for
-            ax.set(title=TITLES[title][0], ylabel=TITLES[title][1])
-    fig.savefig(file)
-
-
-def effect(part):
-    """Mean ± half the 90 % interval."""
-    return f"{part['mean']:.3g} ± " + ("?" if part["spread"] is None else f"{part['spread']:.2g}")
-
-
-def text(result):
-    """The verdict, a line a part: effect, what was claimed, value per seed."""
-    lines = [f"  {part['verdict']:9}  {part['label']}: {effect(part)} (claimed {part['claimed']}; "
-             f"seeds {', '.join(f'{v:.3g}' for v in part['values'])})" for part in result["parts"]]
-    return "\n".join([*lines, f"  verdict: {result['verdict'].upper()}"])
+def repeated(result):
+    """What the second setting said."""
+    if "again" not in result:
+        return ""
+    again, word = result["again"], "open"
+    if again["p"] < 0.05:  # for itself, not corrected
+        word = again["side"]
+    return f"{word}: {effect(result | again)} ({again['setting']}, n {len(again['values'])})"
 
 
 def table(stored):
-    """The table in plots/README.md, from what `examine` has stored."""
-    lines = ["| Claim | Source | Verdict | Effect ± half the 90 % interval | Picture |",
-             "|---|---|---|---|---|"]
-    for name, result in stored.items():
+    """The table in plots/README.md: a claim's headline, then a row a statement."""
+    lines = ["| claim, statements | effect ± half the 95 % interval | claimed | n | verdict "
+             "| second setting | CPU minutes |", "|---|---|---|---|---|---|---|"]
+    for name, results in stored.items():
         claim = CLAIMS[name]
-        effects = "<br>".join(f"{part['label']}: {effect(part)} ({part['verdict']})"
-                              for part in result["parts"]).replace("|", "\\|")
-        lines.append(f"| {claim.statement} | {claim.source} | **{result['verdict']}** | {effects} "
-                     f"| [{name}](claims-{name}.png) |")
+        ran = any(r["n"] for r in results)
+        headline = f"[{claim.headline}](claims-{name}.png)" if ran else claim.headline
+        lines.append(f"| **{headline}** ({claim.source}) | | | | | | |")
+        for r in results:
+            cost = f"{r['minutes']:.1f}" if r["minutes"] > 0 else ""
+            cells = [r["text"], f"{r['effect']}: {effect(r)}", r.get("claimed", ""), str(r["n"]),
+                     f"**{verdict(r)}**", repeated(r), cost]
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)
 
 
+def text(results):
+    """A statement's verdict, effect, what was claimed, value per seed."""
+    lines = []
+    for r in results:
+        values = ", ".join(f"{v:.3g}" for v in r.get("values", []))
+        lines += [f"  {r['text']}: {verdict(r).upper()}",
+                  f"      {r['effect']}: {effect(r)} (claimed {r.get('claimed', '?')}; {values})"]
+    return "\n".join(lines)
+
+
+def draw(claim, results, seen, file):
+    """A panel a statement: its text, its verdict and effect, and the quantity that decides."""
+    rows = zip(claim.statements, results, seen)
+    shown = [(s, r, found) for s, r, found in rows if found and s.draw is not None]
+    if not shown:
+        return
+    columns = len(shown) if len(shown) < 4 else 2 if len(shown) == 4 else 3
+    rows = -(-len(shown) // columns)
+    fig = Figure((3.6 * columns, 2.8 * rows), dpi=150, layout="constrained")
+    for place, (statement, result, found) in enumerate(shown, 1):
+        ax = fig.add_subplot(rows, columns, place)
+        trials.draw_panel(ax, statement, found)
+        ax.set_title(textwrap.fill(statement.text, 44), pad=15)
+        word = result.get("verdict") or verdict(result)
+        ax.text(0, 1.02, f"{word}: {effect(result)}", fontsize=8, weight="bold",
+                color=COLORS.get(word, "0.35"), transform=ax.transAxes)
+    fig.supxlabel(f"Effects with 95 % intervals. Curves: mean and range over "
+                  f"{max(len(found) for _, _, found in shown)} seeds.", fontsize=7, color="0.3")
+    fig.savefig(file)
+
+
+def stored_results():
+    """{claim: results of its statements} as last written."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+
+def update(names, out, pictures, quick=False):
+    """Judge and draw what has been run of these claims. Returns all results, old and new."""
+    stored, seen = stored_results(), {}
+    for name in names:
+        stored[name], seen[name] = examine(name, out, quick)
+    stored = {name: stored[name] for name in CLAIMS if name in stored}
+    tested = sum(s.seeds > 1 for claim in CLAIMS.values() for s in claim.statements)
+    trials.decide(sum(stored.values(), []), tested)
+    for name in names:
+        claim, picture = CLAIMS[name], pictures / f"claims-{name}.png"
+        draw(claim, stored[name], seen[name], picture)
+        print(f"{name}: {claim.headline} ({claim.source})\n{text(stored[name])}\n"
+              f"  picture: {picture}", flush=True)
+    return stored
+
+
+def list_claims():
+    """Every claim and its statements, a line each."""
+    for name, claim in CLAIMS.items():
+        print(f"{name:17} {claim.headline} [{claim.source}]")
+        for statement in claim.statements:
+            print(f"{'':17} - {statement.text}")
+
+
 def main(argv=None):
-    """List, examine or tabulate; a mistake is one line and exit status 2."""
+    """List, run and judge, or tabulate; a mistake is one line and exit status 2."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda problem: common.fail(f"claims.py: {problem}")
     parser.add_argument("names", nargs="*", metavar="NAME", help="claims, or all")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     parser.add_argument("--out", type=Path, default="runs/claims", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="one seed, two steps: no evidence")
+    parser.add_argument("--as_is", action="store_true", help="run nothing, judge what is there")
     parser.add_argument("--table", action="store_true", help="print the table of plots/README.md")
     parser.add_argument("--update", action="store_true",
                         help="overwrite plots/claims.json and the repository's pictures")
@@ -338,18 +406,24 @@ def main(argv=None):
     unknown = [name for name in args.names if name not in {*CLAIMS, "all"}]
     if unknown:
         parser.error(f"no claim {unknown[0]}; the claims are {', '.join(CLAIMS)}")
-    if args.seeds < 1:
-        parser.error(f"--seeds {args.seeds}: must be at least 1")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
     if args.update and args.quick:
         parser.error("--quick is no evidence, so nothing to --update with")
     if args.table:
         return print(table(stored_results()))
+    if not args.names:
+        return list_claims()
     names = list(CLAIMS) if "all" in args.names else args.names
-    if not names:
-        print("\n".join(f"{k:17} {c.statement} [{c.source}]" for k, c in CLAIMS.items()))
     out = args.out.resolve() / "quick" if args.quick else args.out.resolve()
-    for name in names:
-        examine(name, 1 if args.quick else args.seeds, args.quick, out, args.update)
+    out.mkdir(parents=True, exist_ok=True)
+    if not args.as_is:
+        statements = [s for name in names for s in CLAIMS[name].statements]
+        todo = [one for one in trials.jobs(statements, out, args.quick) if not one.done()]
+        trials.run_all(todo, args.jobs)
+    stored = update(names, out, RESULTS.parent if args.update else out, args.quick)
+    if args.update:
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Numbers for plots/claims.py: quantities of a run, and what only a function can measure.
 
 A quantity takes a run (its columns; row 0 is the state before the first step); combined ones take
-{arm: run or measured numbers} of one seed. A measuring function takes (seed, quick, out), calls the
-scripts' own functions and returns {name: number}.
+{arm: run or measured numbers} of one seed. A measuring function takes (seed, out, **flags), calls
+the scripts' own functions and returns {name: number}.
 """
 
+import copy
 import importlib
 import subprocess
 import sys
 import tempfile
+import time
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -52,21 +55,25 @@ def measured(arm, name):
     return lambda arms: arms[arm][name]
 
 
+def times(arm, one, other):
+    """Number `one` over number `other` of what a measuring function gave."""
+    return lambda arms: arms[arm][one] / arms[arm][other]
+
+
+def contrast(arm, one, other):
+    """Number `one` minus number `other` of what a measuring function gave."""
+    return lambda arms: arms[arm][one] - arms[arm][other]
+
+
 def gain(run):
     """Rise of the held-out accuracy of sampled answers."""
     seen = run["eval_sampled"][np.isfinite(run["eval_sampled"])]
     return float(seen[-1] - seen[0])
 
 
-def unsteadiness(run):
-    """Standard deviation of the accuracy's change from step to step, last 20 steps."""
-    return float(np.std(np.diff(run["accuracy"][1:][-20:])))
-
-
-def mixed_groups(run):
-    """Share of the sampled groups with both right and wrong answers, last 10 steps."""
-    groups = run["samples"][1:] / run.settings["group_size"]
-    return float((1 - run["groups_dropped"][1:] / groups)[-10:].mean())  # surplus ones are kept
+def typical(column):
+    """Median of a column over all steps: a busy machine's outliers don't count."""
+    return lambda run: float(np.nanmedian(run[column][1:]))
 
 
 def hacked(run):
@@ -107,37 +114,77 @@ def first_gap(one, other, column):
 # --- measured on the scripts' own functions ------------------------------------------------------
 
 
-def plan_7b(seed, quick, out):
-    """PPO against GRPO with Qwen2.5-7B on 8 GPUs, planned by plots/memory.py (seed-free)."""
+def plan_7b(seed, out, **flags):
+    """PPO and GRPO with Qwen2.5-7B on 8 GPUs, planned by plots/memory.py: models and GB per GPU."""
     import memory
 
-    models, gb = {}, {}
+    numbers = {}
     for script in ("ppo", "grpo"):
         cfg = importlib.import_module(script).Config(
             model="Qwen2.5-7B", data="gsm8k", gradient_checkpointing=True)
         stages = memory.plan(cfg, 8)
-        gb[script] = max(sum(parts.values()) for parts in stages.values()) / memory.GB
         names = " ".join(next(iter(stages.values())))
-        models[script] = sum(name in names for name in ("policy", "critic", "reference"))
-    return dict(models=models["ppo"] - models["grpo"], memory_ratio=gb["ppo"] / gb["grpo"], **gb)
+        numbers[f"models, {script.upper()}"] = sum(
+            name in names for name in ("policy", "critic", "reference"))
+        numbers[f"GB, {script.upper()}"] = max(
+            sum(parts.values()) for parts in stages.values()) / memory.GB
+    return numbers
 
 
-def first_rollout(script, seed, quick, **changes):
+def step_seconds(seed, out, **flags):
+    """CPU seconds of a step of PPO and of GRPO, as many answers: median of five."""
+    numbers = {}
+    for script in ("ppo", "grpo"):
+        module = importlib.import_module(script)
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(
+                experiment.time, "perf_counter", time.process_time):  # others may use the machine
+            module.train(module.Config(**module.TINY | dict(
+                seed=seed, steps=5, out_dir=folder, test_size=16) | flags))
+            numbers[script.upper()] = typical("t_total")(figures.load_run(folder))
+    return numbers
+
+
+def begun(script, seed, **flags):
+    """A script before its first step: (module, cfg, run, data, policy, sampler)."""
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = module.Config(**module.TINY | dict(seed=seed, out_dir=folder) | flags)
+        run, _, data, policy, sampler = experiment.set_up(cfg, module.__file__)
+    return module, cfg, run, data, policy, sampler
+
+
+def sampled(module, cfg, run, data, sampler):
+    """A scored rollout of the next questions: (batch, advantages)."""
+    questions = run.next_questions(data.train)
+    batch = module.rollout(sampler, questions, cfg.group_size, seed=(cfg.seed, run.cursor))
+    batch.rewards, batch.correct = experiment.Scorer(cfg)(batch)
+    return batch, module.group_advantages(batch.rewards, cfg.group_size)
+
+
+def first_rollout(script, seed, **flags):
     """What a script holds in its first step: (module, cfg, policy, batch, advantages, cuts).
 
     32 questions for a steadier measurement, one rollout of the policy after its cold start.
     """
-    module = importlib.import_module(script)
-    small = dict(cold_start=20, prompts_per_step=4) if quick else dict(prompts_per_step=32)
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = module.Config(**module.TINY | small | dict(seed=seed, out_dir=folder) | changes)
-        run, _, data, policy, sampler = experiment.set_up(cfg, module.__file__)
-        questions = run.next_questions(data.train)
-        batch = module.rollout(sampler, questions, cfg.group_size, seed=(seed, 0))
-    batch.rewards, batch.correct = experiment.Scorer(cfg)(batch)
-    advantages = module.group_advantages(batch.rewards, cfg.group_size)
-    return module, cfg, policy, batch, advantages, common.cut(
-        batch, cfg.minibatches, cfg.micro_tokens)
+    module, cfg, run, data, policy, sampler = begun(
+        script, seed, **dict(prompts_per_step=32) | flags)
+    batch, advantages = sampled(module, cfg, run, data, sampler)
+    cuts = common.cut(batch, cfg.minibatches, cfg.micro_tokens)
+    return module, cfg, policy, batch, advantages, cuts
+
+
+def update(module, cfg, policy, batch, advantages, cuts, old, *clip):
+    """One optimizer step for each of `cuts`, with the script's own loss and a fresh optimizer."""
+    optimizer = common.make_optimizer(policy, cfg.lr)
+    for minibatch in cuts:
+        total = minibatch.tokens if module.__name__ == "dapo" else len(minibatch.rows)
+        for micro in minibatch.micros:
+            logp, _ = common.micro_logps(policy, batch, micro, cfg.temperature, "off")
+            weights = module.token_weights(micro.mask, total=total)
+            loss, _ = module.policy_loss(logp, micro.take(old), micro.take(advantages), micro.mask,
+                                         weights, *clip)
+            loss.backward()
+        common.optimizer_step(policy, optimizer, cfg.lr, cfg.max_grad_norm)
 
 
 def gradient(policy, loss):
@@ -146,7 +193,7 @@ def gradient(policy, loss):
     return torch.cat([part.flatten() for part in parts])
 
 
-def length_bias(seed, quick, out):
+def length_bias(seed, out, **flags):
     """What averaging per answer (GRPO's weights) and per token (DAPO's) do with length.
 
     short_over_long: the loss's |gradient| by a log-prob, mean over tokens of the shortest quarter
@@ -154,8 +201,8 @@ def length_bias(seed, quick, out):
     mean length changes along each gradient (both of length 1), by the policy gradient of length.
     """
     grpo = importlib.import_module("grpo")
-    dapo, cfg, policy, batch, advantages, cuts = first_rollout("dapo", seed, quick, minibatches=1,
-                                                               micro_tokens=10**9)
+    dapo, cfg, policy, batch, advantages, cuts = first_rollout(
+        "dapo", seed, **flags, prompts_per_step=16, minibatches=1, micro_tokens=10**9)
     micros = cuts[0].micros
     logp = [common.micro_logps(policy, batch, micro, cfg.temperature, "off")[0] for micro in micros]
     logp, mask = common.pad_cat(logp, 0.0), common.pad_cat([micro.mask for micro in micros], 0)
@@ -175,9 +222,57 @@ def length_bias(seed, quick, out):
             long[:, None] * trained].mean()
         downhill = -gradient(policy, loss)
         push[name] = uphill @ downhill / downhill.norm()
-    return dict(short_over_long=(share["answer"] / share["token"]).item(),
-                length_push=(push["token"] - push["answer"]).item(),
-                token=push["token"].item(), answer=push["answer"].item())
+    return {"short_over_long": (share["answer"] / share["token"]).item(),
+            "answer mean": push["answer"].item(), "token mean": push["token"].item()}
+
+
+def clip_ranges(seed, out, **flags):
+    """What the upper clip range does in 2 x 16 updates on one rollout, from the same start.
+
+    gain R: by how much log pi of the unlikely tokens (pi_old < 0.2) of better than average answers
+    has risen with clip range R; entropy R: in all states of the rollout, afterwards.
+    """
+    dapo, cfg, policy, batch, advantages, cuts = first_rollout("dapo", seed, **flags,
+                                                               minibatches=16)
+    start, old = copy.deepcopy(policy.state_dict()), common.whole_logps(
+        policy, batch, cuts, cfg.temperature)
+    mask, numbers = batch.mask.bool(), {}
+    unlikely = mask & (old < np.log(0.2)) & (advantages > 0)[:, None]
+
+    def entropies(model, batch, micro):
+        return common.micro_logps(model, batch, micro, cfg.temperature)[1]
+
+    for high in (0.2, 0.28):
+        policy.load_state_dict(start)
+        update(dapo, cfg, policy, batch, advantages, cuts * 2, old, cfg.clip_low, high)
+        moved = common.whole_logps(policy, batch, cuts, cfg.temperature)
+        entropy = common.whole(entropies, policy, batch, cuts)
+        numbers[f"gain {high}"] = (moved - old)[unlikely].mean().item()
+        numbers[f"entropy {high}"] = entropy[mask].mean().item()
+    return numbers
+
+
+def agreement(seed, out, **flags):
+    """How well the first gradients of independent rollouts agree, by questions x answers: mean
+    cosine of the six pairs of four gradients. Noise is what differs between them."""
+    numbers = {}
+    for questions, answers in ((16, 2), (64, 2), (32, 4), (16, 8), (8, 16), (4, 32)):
+        grpo, cfg, run, data, policy, sampler = begun("grpo", seed, **flags, group_size=answers,
+                                                      prompts_per_step=questions, beta=0.0)
+        rows = []
+        for _ in range(4):
+            batch, advantages = sampled(grpo, cfg, run, data, sampler)
+            total = 0
+            for micro in common.cut(batch, 1, cfg.micro_tokens)[0].micros:
+                logp, _ = common.micro_logps(policy, batch, micro, cfg.temperature, "off")
+                weights = grpo.token_weights(micro.mask, total=len(batch))
+                loss, _ = grpo.policy_loss(logp, logp.detach(), micro.take(advantages), micro.mask,
+                                           weights)
+                total = total + gradient(policy, loss)
+            rows.append(total / total.norm().clamp(min=1e-12))
+        cosines = torch.stack(rows) @ torch.stack(rows).T
+        numbers[f"{questions} x {answers}"] = (cosines.sum() - cosines.trace()).item() / 12
+    return numbers
 
 
 @torch.no_grad()
@@ -196,24 +291,18 @@ def routes(policy, batch, cuts):
     return torch.cat(chosen, 1)
 
 
-def ratios(seed, quick, out, model="tiny"):
+def ratios(seed, out, **flags):
     """How far three of four updates of a rollout move the log-probs of the fourth minibatch.
 
-    reduction: variance of the tokens' log ratios over that of the answers' (their means); rerouted:
-    share of (token, layer) whose set of experts is another one after the updates.
+    tokens, answers: variance of the tokens' log ratios, of the answers' (their means); reduction:
+    the first over the second; rerouted: share of (token, layer) whose set of experts is another
+    one after the updates.
     """
-    gspo, cfg, policy, batch, advantages, cuts = first_rollout("gspo", seed, quick, model=model)
+    gspo, cfg, policy, batch, advantages, cuts = first_rollout(
+        "gspo", seed, **dict(prompts_per_step=64) | flags)
     old = common.whole_logps(policy, batch, cuts, cfg.temperature)
     before = routes(policy, batch, cuts)
-    optimizer = common.make_optimizer(policy, cfg.lr)
-    for minibatch in cuts[:-1]:
-        for micro in minibatch.micros:
-            logp, _ = common.micro_logps(policy, batch, micro, cfg.temperature, "off")
-            weights = gspo.token_weights(micro.mask, total=len(minibatch.rows))
-            loss, _ = gspo.policy_loss(logp, micro.take(old), micro.take(advantages), micro.mask,
-                                       weights, cfg.clip_low, cfg.clip_high)
-            loss.backward()
-        common.optimizer_step(policy, optimizer, cfg.lr, cfg.max_grad_norm)
+    update(gspo, cfg, policy, batch, advantages, cuts[:-1], old, cfg.clip_low, cfg.clip_high)
     rows = cuts[-1].rows
     mask = batch.mask[rows].bool()
     moved = common.whole_logps(policy, batch, cuts, cfg.temperature)
@@ -221,32 +310,44 @@ def ratios(seed, quick, out, model="tiny"):
     token, answer = shift[mask].var().item(), (shift.sum(1) / mask.sum(1)).var().item()
     after = routes(policy, batch, cuts)
     rerouted = 0.0 if after is None else (before != after).any(-1).float().mean().item()
-    return dict(token=token, answer=answer, reduction=token / answer, rerouted=rerouted)
+    return dict(tokens=token, answers=answer, reduction=token / answer, rerouted=rerouted)
 
 
-def ratios_moe(seed, quick, out):
-    """The same with a mixture of experts."""
-    return ratios(seed, quick, out, "tiny-moe")
+def ratios_moe(seed, out, **flags):
+    """The same with a mixture of experts, 2 x 64 of whose 8 x 64 units act on a token."""
+    return ratios(seed, out, **flags, model="tiny-moe")
 
 
-def small_critic(seed, quick, out):
-    """The folder of a value model with a thirteenth of the policy's parameters, made on first use:
-    the tiny model, a quarter as wide and one layer deep, after the cold start of the policy's."""
-    grpo, home = importlib.import_module("grpo"), out / f"small-critic-s{seed}"
+def ratios_narrow(seed, out, **flags):
+    """The same with a dense model of as many active units, 128."""
+    model = own_model(seed, out, "narrow", dict(intermediate_size=128), **flags)
+    return ratios(seed, out, **flags | dict(model=model, cold_start=0))
+
+
+def small_critic(seed, out, **flags):
+    """The folder of a value model with a thirteenth of the policy's parameters: a quarter as wide
+    and one layer deep, after the policy's cold start."""
+    shape = dict(hidden_size=16, num_hidden_layers=1, intermediate_size=64, head_dim=4)
+    return own_model(seed, out, "small-critic", shape, **flags)
+
+
+def own_model(seed, out, name, shape, **flags):
+    """The folder of the tiny model in another shape after the cold start, made on first use."""
+    grpo, home = importlib.import_module("grpo"), out / f"{name}-s{seed}"
     if not (home / "final" / "config.json").is_file():
-        cold = 20 if quick else grpo.TINY["cold_start"]
+        cold = flags.get("cold_start", grpo.TINY["cold_start"])
         cfg = grpo.Config(**grpo.TINY | dict(seed=seed, cold_start=1))
         tiny = experiment.builtin_folder(cfg, experiment.load_questions(cfg).train)
         config = transformers.AutoConfig.from_pretrained(tiny)
-        config.update(dict(hidden_size=16, num_hidden_layers=1, intermediate_size=64, head_dim=4))
-        config.layer_types = config.layer_types[:1]
-        common.seed_all(seed, "small critic")
+        config.update(shape)
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        common.seed_all(seed, name)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(home / "raw")
         common.load_tokenizer(tiny).save_pretrained(home / "raw")
-        flags = f"--steps 0 --cold_start {cold} --seed {seed} --eval_size 16"
+        words = f"--steps 0 --cold_start {cold} --seed {seed} --eval_size 16 --test_size 16"
         line = [sys.executable, str(ROOT / "grpo.py"), "--model", str(home / "raw"),
-                "--out_dir", str(home), *flags.split()]
+                "--out_dir", str(home), *words.split()]
         done = subprocess.run(line, capture_output=True, text=True)
         if done.returncode:
-            common.fail(f"the small critic was not made: {done.stderr.strip().splitlines()[-1]}")
+            common.fail(f"{home} was not made: {done.stderr.strip().splitlines()[-1]}")
     return str(home / "final")
