@@ -126,7 +126,7 @@ def use_device(name, dtype):
     """--device: compute there from now on. auto: on this process's GPU, of any kind that torch
     knows, but on an Apple one only if it is named; else on the CPU."""
     global _device
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     here = found.type if found else "cpu"
     if name not in ("auto", "cpu", here):
         fail(f"--device {name}: torch finds no such device here, but {here}; leave it out")
@@ -142,7 +142,7 @@ def use_device(name, dtype):
 
 def device():
     """Where this process computes, see `use_device`."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or _device == "cpu" or (found.type == "mps" and _device != "mps"):
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", 0))
