@@ -244,6 +244,14 @@ def test_table(tmp_path, monkeypatch, capsys):
     assert "about 12 seeds would tell" in rows[2]
 
 
+def test_readme_holds_the_table():
+    """What is printed by `python plots/claims.py --table`, and each picture that it names."""
+    page = (ROOT / "plots" / "README.md").read_text()
+    assert claims.table(claims.stored_results()) in page
+    pictures = re.findall(r"claims-[\w-]+\.png", page + (ROOT / "README.md").read_text())
+    assert pictures and all((ROOT / "plots" / name).is_file() for name in pictures)
+
+
 def test_list_and_mistakes(capsys):
     claims.main([])
     listed = capsys.readouterr().out
