@@ -369,7 +369,11 @@ def update(names, out, pictures, quick=False):
     """Judge and draw what has been run of these claims. Returns all results, old and new."""
     stored, seen = stored_results(), {}
     for name in names:
-        stored[name], seen[name] = examine(name, out, quick)
+        results, seen[name] = examine(name, out, quick)
+        fewer = sum(r["n"] for r in results) < sum(r["n"] for r in stored.get(name, []))
+        if fewer and pictures == RESULTS.parent:
+            common.fail(f"{out} holds fewer seeds of {name} than {RESULTS} tells of: run it first")
+        stored[name] = results
     stored = {name: stored[name] for name in CLAIMS if name in stored}
     tested = sum(s.seeds > 1 for claim in CLAIMS.values() for s in claim.statements)
     trials.decide(sum(stored.values(), []), tested)

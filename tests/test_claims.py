@@ -244,6 +244,14 @@ def test_table(tmp_path, monkeypatch, capsys):
     assert "about 12 seeds would tell" in rows[2]
 
 
+def test_readme_holds_the_table():
+    """What is printed by `python plots/claims.py --table`, and each picture that it names."""
+    page = (ROOT / "plots" / "README.md").read_text()
+    assert claims.table(claims.stored_results()) in page
+    pictures = re.findall(r"claims-[\w-]+\.png", page + (ROOT / "README.md").read_text())
+    assert pictures and all((ROOT / "plots" / name).is_file() for name in pictures)
+
+
 def test_list_and_mistakes(capsys):
     claims.main([])
     listed = capsys.readouterr().out
@@ -278,3 +286,14 @@ def test_the_repositorys_results_are_written_only_when_asked_for(update, tmp_pat
                  *["--update"] * update])
     assert sorted(p.name for p in home.iterdir()) == (
         ["claims-cold-start.png", "claims.json"] if update else [])
+
+
+def test_results_are_not_replaced_by_fewer(tmp_path, monkeypatch, capsys):
+    """A fresh checkout holds no runs: --as_is --update there would wipe the table."""
+    before = json.dumps(stored(a=dict(n=3)))
+    (tmp_path / "claims.json").write_text(before)
+    monkeypatch.setattr(claims, "RESULTS", tmp_path / "claims.json")
+    with pytest.raises(SystemExit):
+        claims.main(["clip-higher", "--as_is", "--update", "--out", str(tmp_path / "runs")])
+    assert "run it first" in capsys.readouterr().err
+    assert (tmp_path / "claims.json").read_text() == before
