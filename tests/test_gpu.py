@@ -202,7 +202,7 @@ FAULTS = [
     ("grpo", "common.whole", "values.new_zeros(", "torch.zeros("),
     ("grpo", "experiment.Scorer.__call__", "torch.tensor(total, device=where)",
      "torch.tensor(total)"),
-    ("grpo", "experiment.check_law", ", device=common.device()", ""),
+    ("grpo", "experiment._law_fault", ", device=ids.device", ""),
     ("grpo", "experiment.Log._gathered", "x.new_zeros(", "torch.zeros("),
     ("grpo", "experiment._tokens", "x[row, :length].tolist()", "x[row, :length].numpy()"),
     ("grpo", "experiment.builtin_folder", ".to(common.device())", ""),
@@ -220,13 +220,15 @@ QUICK = ("common.padded", "common.cut", "ppo.load_critic")  # in the short suite
     pytest.param(*fault, marks=[] if fault[1] in QUICK else pytest.mark.slow,
                  id=f"{fault[1]}-{k}") for k, fault in enumerate(FAULTS)])
 def test_a_tensor_left_behind_is_caught(
-        script, where, old, new, tmp_path, monkeypatch, reward_model):
+        script, where, old, new, tmp_path, monkeypatch, reward_model, capsys):
     if "builtin" in where or "padded" in where:  # which an earlier test's cold start would hide
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags, name = (reward_model, "grpo") if script == "reward" else ([], script)
     with planted(monkeypatch, where, old, new), PretendedGpu():
-        with pytest.raises((RuntimeError, TypeError), match="cuda:0"):
+        with pytest.raises((RuntimeError, TypeError, SystemExit)) as caught:
             run(name, tmp_path / "run", *flags)
+    # where the check at load meets it first, it says so in one line
+    assert "cuda:0" in str(caught.value) or "error: --model tiny" in capsys.readouterr().err
 
 
 TWO = """
