@@ -202,7 +202,6 @@ FAULTS = [
     ("grpo", "common.whole", "values.new_zeros(", "torch.zeros("),
     ("grpo", "experiment.Scorer.__call__", "torch.tensor(total, device=where)",
      "torch.tensor(total)"),
-    ("grpo", "experiment._law_fault", ", device=ids.device", ""),
     ("grpo", "experiment.Log._gathered", "x.new_zeros(", "torch.zeros("),
     ("grpo", "experiment._tokens", "x[row, :length].tolist()", "x[row, :length].numpy()"),
     ("grpo", "experiment.builtin_folder", ".to(common.device())", ""),

@@ -310,7 +310,7 @@ def worker(folder):
 
             experiment.finish = measured
             importlib.import_module(script).train(cfg)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)  # the handlers hold on to the run
         disk = [sum(file.stat().st_size for file in Path(out, part).rglob("*.safetensors"))
                 for part in ("checkpoints", "final")]
