@@ -1611,9 +1611,10 @@ def begin(run, log, sampler, data):
     run.check_room([model for model, _ in run.optimizers.values()])
     run.tidy()
     where = "no run folder (--steps 0)" if run.evaluates_only else f"run: {run.folder}"
+    test = len(data.test[: run.cfg.test_size or None])
     say(f"{where}; up to {sampler.rows_at_once} answers at once\n"
         f"questions: {len(data.train)} to train on, {len(data.heldout)} held out, "
-        f"{len(data.test)} for a test\naccuracy: greedy is the likeliest answer [with its 95 % "
+        f"{test} for a test\naccuracy: greedy is the likeliest answer [with its 95 % "
         "interval], sampled one draw at\nthe training temperature; lenient also counts a last "
         "number without ####")
     quiet = rank() > 0 or None  # None: no bar off a terminal
