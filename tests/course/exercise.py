@@ -300,12 +300,14 @@ def handout(algorithms, level):
 FUNCTIONS_TEXT = """- A problem's points are shared out by the checks passed; a test with many cases
   is one check. But a problem pays only if a check on inputs drawn afresh is passed: all values and
   gradients within 1e-6.
-- Each problem is graded by itself: a mistake in one function costs nothing in another.
+- Each problem is graded by itself: a mistake in one function costs nothing in another. (The check
+  here runs your own helpers: `policy_loss` calls your `kl_k3`.)
 - 30 seconds of CPU time and 10,000 printed lines per problem."""
 
 LEARN_TEXT = """- `learns`: your script as it is, with our shared files, from a model that gets a
   fifth of the questions right. Five points for each of three seeds that reaches the accuracy
-  below, one sample a question, on 256 held-out questions, within {seconds} seconds of CPU time a run:
+  below (`sampled`, one sample a question; greedy starts above it) on 256 held-out questions, within
+  {seconds} seconds of CPU time a run. Your first run makes the model: a minute of CPU time, once:
 
 | script | steps | accuracy |
 |---|---|---|

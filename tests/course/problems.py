@@ -197,10 +197,10 @@ def variant(name):
 SAMPLE = """
 - The next P questions: run.next_questions(data.train).
 - Answers to them: rollout(...), with seed=(cfg.seed, run.step), so that any step can be replayed.
-- The clock: log.lap("t_sample") ends a stage.
 """
 SCORE = """
 - score(batch) gives rewards and verdicts, (N,) each: keep both on the batch.
+- The clock: log.lap("t_sample"), the seconds of stages 1 and 2.
 """
 GROUPS = """
 - One number per answer, from group_advantages.
@@ -218,8 +218,9 @@ UPDATE = """
   rollout it is logp.detach() of the update itself and needs no pass.{more}
 - log.lap("t_logp"), a common.Meter().
 - For each minibatch, cfg.epochs times over, an optimizer step:
-    for each of its micros: common.micro_logps; token_weights with the *minibatch's* total
-    ({total}); policy_loss of the micro's rows (micro.take);
+    for each of its micros: common.micro_logps; for samples.jsonl
+    log.note(minibatch, micro, logp=..., old_logp=..., entropy=...);
+    token_weights with the *minibatch's* total ({total}); policy_loss of its rows (micro.take);
     backward of loss times common.world() (FSDP averages over ranks, we want the sum);
     meter.add(**stats, entropy=its weighted sum); meter.gap(sampler's and old log-probs).
     Then the learning rate, lr (linear over cfg.lr_warmup optimizer steps; run.updates counts the
@@ -232,7 +233,7 @@ STAGE_NAMES = {  # what goes from one stage to a later one
     "grpo": "`batch`, `advantages`, `meter`", "gspo": "`batch`, `advantages`, `meter`",
     "dapo": "`batch`, `everything` (all that was sampled), `rounds`, `dropped`, `advantages`, "
             "`meter`",
-    "ppo": "`batch`, `cuts`, `old_logp`, `ref_logp`, `old_values`, `kl`, `rewards`, `advantages`, "
+    "ppo": "`batch`, `minibatches`, `old_logp`, `ref_logp`, `old_values`, `kl`, `rewards`, `advantages`, "
            "`returns`, `meter`"}
 STAGES = {  # script -> number of the ruled stage -> hints
     "grpo": {1: SAMPLE, 2: SCORE, 3: GROUPS, 4: UPDATE.format(
@@ -246,10 +247,11 @@ STAGES = {  # script -> number of the ruled stage -> hints
     the next P questions, rollout with seed (cfg.seed, run.step, round), score (as GRPO's);
     shaped_rewards with the weight that score.weights has for "correct" (0 if none), the longest
     length cfg.max_new_tokens, and cfg.overlong_buffer;
-    keep_group by verdicts (batch.correct), not by rewards; all if not cfg.dynamic_sampling;
-    remember all that was sampled and, apart, the groups kept (batch.select).
-- Join each list with common.Batch.cat (sampler.pad); note how many groups were dropped; train on
-  the first P * G answers (select).
+    keep mixed_groups(batch), all of it if not cfg.dynamic_sampling;
+    remember all that was sampled and, apart, what was kept.
+- Join each list with common.Batch.cat (sampler.pad): `everything` and `batch`. `dropped`: groups
+  that were filtered out, before the cut; train on the first P * G answers (select). There may be
+  fewer, or none: then stage 4 has no minibatch. `rounds` is a number.
 - log.lap("t_sample").
 """, 3: GROUPS, 4: UPDATE.format(ref="", total="its tokens", more="""
 - Without cfg.token_mean the weights are answer_weights, with the minibatch's rows as total."""),
