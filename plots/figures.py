@@ -232,6 +232,16 @@ def choose_panels(runs, wanted):
     return panels
 
 
+def warn_of_unlike(groups, file=None):
+    """Say which runs of one label are no seeds of each other: their mean would mislead."""
+    for label, seeds in groups.items():
+        keys = {key for run in seeds for key in run.settings} - {"seed", "out_dir", "resume"}
+        differ = [key for key in keys if len({str(run.settings.get(key)) for run in seeds}) > 1]
+        if differ:
+            print(f"{label}: drawn as seeds, but the runs differ in {', '.join(sorted(differ))}",
+                  file=file)
+
+
 def main(argv=None):
     """Read the command line and write the pictures; a mistake is one line and exit status 2."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
@@ -249,11 +259,7 @@ def main(argv=None):
     except (ValueError, OSError) as problem:
         parser.error(problem)
     groups = group_runs(runs)
-    for label, seeds in groups.items():  # a mean over different settings would mislead
-        keys = {key for run in seeds for key in run.settings} - {"seed", "out_dir", "resume"}
-        differ = [key for key in keys if len({str(run.settings.get(key)) for run in seeds}) > 1]
-        if differ:
-            print(f"{label}: drawn as seeds, but the runs differ in {', '.join(sorted(differ))}")
+    warn_of_unlike(groups)
     make_figure(groups, panels, max(1, args.smooth)).savefig(args.out / "curves.png")
     if "eval_accuracy" in panels:
         make_figure(groups, ["eval_accuracy"], size=(6, 2.6)).savefig(args.out / "accuracy.png")

@@ -8,7 +8,7 @@ Labels and seeds are those of plots/figures.py: runs of one script are seeds of 
 import sys
 
 import numpy as np
-from figures import group_runs, load_runs
+from figures import group_runs, load_runs, warn_of_unlike
 
 COLUMNS = {  # heading -> a number of one run
     "greedy, before": lambda run: first(run["eval_accuracy"]),
@@ -50,6 +50,7 @@ def main(arguments):
     except ValueError as problem:
         print(f"table.py: {problem}", file=sys.stderr)
         sys.exit(2)
+    warn_of_unlike(group_runs(runs), sys.stderr)
     print("| | seeds | " + " | ".join(COLUMNS) + " |")
     print("|---" * (len(COLUMNS) + 2) + "|")
     for label, seeds in group_runs(runs).items():
