@@ -820,6 +820,7 @@ def _micros(batch, rows, micro_tokens):
 
 
 def micro_of(batch, rows):
+    """The `Micro` of these rows of the batch, as wide as their longest prompt and answer."""
     prompt_len = int(batch.prompt_mask[rows].sum(-1).max())
     response_len = int(batch.mask[rows].sum(-1).max())
     groups = rows // batch.group_size  # the rollout keeps the answers to a prompt together

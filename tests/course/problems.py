@@ -233,8 +233,8 @@ STAGE_NAMES = {  # what goes from one stage to a later one
     "grpo": "`batch`, `advantages`, `meter`", "gspo": "`batch`, `advantages`, `meter`",
     "dapo": "`batch`, `everything` (all that was sampled), `rounds`, `dropped`, `advantages`, "
             "`meter`",
-    "ppo": "`batch`, `minibatches`, `old_logp`, `ref_logp`, `old_values`, `kl`, `rewards`, `advantages`, "
-           "`returns`, `meter`"}
+    "ppo": "`batch`, `minibatches`, `old_logp`, `ref_logp`, `old_values`, `kl`, `rewards`, "
+           "`advantages`, `returns`, `meter`"}
 STAGES = {  # script -> number of the ruled stage -> hints
     "grpo": {1: SAMPLE, 2: SCORE, 3: GROUPS, 4: UPDATE.format(
         ref=", reference", total="its number of rows", more="""
