@@ -6,6 +6,7 @@ Labels and seeds are those of plots/figures.py: runs of one script are seeds of 
 """
 
 import sys
+import warnings
 
 import numpy as np
 from figures import group_runs, load_runs, warn_of_unlike
@@ -51,6 +52,8 @@ def main(arguments):
         print(f"table.py: {problem}", file=sys.stderr)
         sys.exit(2)
     warn_of_unlike(group_runs(runs), sys.stderr)
+    # numpy's words for a column without a number, whose cell stays empty
+    warnings.filterwarnings("ignore", "Mean of empty slice|All-NaN slice", RuntimeWarning)
     print("| | seeds | " + " | ".join(COLUMNS) + " |")
     print("|---" * (len(COLUMNS) + 2) + "|")
     for label, seeds in group_runs(runs).items():

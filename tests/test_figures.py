@@ -185,6 +185,8 @@ def test_runs_that_are_not_only_seeds_are_named(seeds, tmp_path, capsys):
     write_run(tmp_path / "grpo-4", settings={"seed": 4, "lr": 1e-5}, entropy=[1.0])
     figures.main([str(tmp_path / "grpo-0"), str(tmp_path / "grpo-4"), *arguments])
     assert "GRPO: drawn as seeds, but the runs differ in lr\n" in capsys.readouterr().out
+    table.main([str(tmp_path / "grpo-0"), str(tmp_path / "grpo-4")])
+    assert "GRPO: drawn as seeds, but the runs differ in lr\n" in capsys.readouterr().err
 
 
 def test_a_folder_of_runs_among_runs_is_left_out(tmp_path, capsys):

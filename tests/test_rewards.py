@@ -11,6 +11,8 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import experiment
+import grpo
 import pytest
 import rewards
 import torch
@@ -716,6 +718,21 @@ def test_the_pupil_is_sloppy_as_measured():
     assert min(lengths) == 10 and 16 <= statistics.median(lengths) <= 22 and 80 < max(lengths) < 180
     assert 0.03 < statistics.mean(n > 48 for n in lengths) < 0.055
     assert 0.32 < statistics.mean("wait" in answer for answer in answers) < 0.38
+
+
+@pytest.mark.parametrize("model", ["tiny", "another"])
+def test_a_model_that_can_count_learns_from_a_pupil_who_goes_on(model):
+    """To the last step of the problem, in each of its attempts; the tiny one's gives up."""
+    cfg = grpo.Config(**grpo.TINY | dict(model=model, cold_start=10, cold_batch=16))
+    rows = [experiment.Question(row["question"], row["answer"]) for row in TRAIN[:500]]
+    lessons = experiment.cold_start_lessons(rows, cfg)
+    assert len(lessons) == 160
+    answers = {row.question: row.answer for row in rows}
+    ends = [lesson.answer.split("\nwait\n")[-1].count("=") == answers[lesson.question].count("=")
+            for lesson in lessons]
+    again = statistics.mean("wait" in lesson.answer for lesson in lessons)
+    assert all(ends) == (model == "another")
+    assert again < 0.3 if model == "another" else again > 0.25
 
 
 def test_the_pupil_calculates_truly_and_reports_what_it_has():
