@@ -80,7 +80,7 @@ class Config:
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
-    data="words", steps=80, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
+    data="words", steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
     rollout_batch=512, lr=3e-4, cold_start=600, save_every=20,
     beta=0.01,
 )

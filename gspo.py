@@ -1,15 +1,13 @@
 """GSPO: Group Sequence Policy Optimization (arXiv 2507.18071), in one file.
 
 GRPO with one ratio per answer, the geometric mean of its tokens': the reward judges the answer as
-a whole, so the clip does. Its range is a thousandth of GRPO's and clips far more. No KL.
+a whole, and so does the clip, a thousandth as wide. No KL. Equal to GRPO until the second update.
 
     A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
     s_i  = exp(1/|o_i| sum_t log pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t))
     loss = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1 - 3e-4, 1 + 4e-4))
 
 q: a question, o_i: its i-th answer, R_i: its reward; N answers make an update.
-
-It is GRPO until the second update of a rollout. GSPO-token is this, if tokens share an advantage.
 
     python gspo.py                                                a laptop: no download, 2 minutes
     python gspo.py --model Qwen2.5-0.5B                           one GPU, on GSM8K
@@ -82,8 +80,8 @@ class Config:
 
 
 TINY = dict(  # the built-in run: 0.2M parameters learn word problems on two cores
-    data="words", steps=80, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
-    rollout_batch=512, lr=3e-4, cold_start=600, save_every=20,
+    data="words", steps=60, prompts_per_step=16, max_prompt_len=128, max_new_tokens=48,
+    rollout_batch=512, lr=2e-4, cold_start=600, save_every=20, cold_start_lr=20 * 3e-4,
 )
 
 

@@ -59,16 +59,18 @@ def arm(script, **flags):
 
 COLD = dict(cold_start_lr=20 * 3e-4)  # the default, also where --lr is another: one cold start
 SLOW, FAST = COLD | dict(lr=1e-4), COLD | dict(lr=1e-3)  # second settings; the default is 3e-4
-LONG = dict(steps=80)  # as long as the scripts train by default
+LONG = dict(steps=80)  # longer than the scripts train by default
 
-GRPO, DAPO, GSPO, PPO = arm("grpo"), arm("dapo"), arm("gspo"), arm("ppo")
+GRPO, DAPO, PPO = arm("grpo"), arm("dapo"), arm("ppo")
+SAME = COLD | dict(lr=3e-4)  # GRPO's rate for GSPO, too, not its own
+GSPO = arm("gspo", **SAME)
 EVERY = arm("dapo", dynamic_sampling=False)  # DAPO that trains on every group: as cheap as GRPO
 NO_CRITIC = {"GRPO": GRPO, "PPO": PPO}
 SEQUENCE = {"GRPO": GRPO, "GSPO": GSPO}
 DYNAMIC = {"on": DAPO, "off": EVERY}
 MEANS = {"token mean": EVERY,
          "answer mean": arm("dapo", dynamic_sampling=False, token_mean=False)}
-ONE = {"GRPO": arm("grpo", minibatches=1, beta=0.0), "GSPO": arm("gspo", minibatches=1)}
+ONE = {"GRPO": arm("grpo", minibatches=1, beta=0.0), "GSPO": arm("gspo", **SAME, minibatches=1)}
 # Clipping needs ratios far from 1: 16 updates a rollout, as DAPO's paper has, not 4.
 CLIP = {"clip 0.28": arm("dapo", dynamic_sampling=False, minibatches=16),
         "clip 0.2": arm("dapo", dynamic_sampling=False, minibatches=16, clip_high=0.2)}

@@ -411,7 +411,7 @@ def parse_args(argv):
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "variants", metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="with all: these variants")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     return parser.parse_args(argv)
 
 
