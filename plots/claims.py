@@ -353,7 +353,7 @@ def draw(claim, results, seen, file):
     for place, (statement, result, found) in enumerate(shown, 1):
         ax = fig.add_subplot(rows, columns, place)
         trials.draw_panel(ax, statement, found)
-        ax.set_title(textwrap.fill(statement.text, 44), pad=15)
+        ax.set_title(textwrap.fill(statement.text, 40), pad=15)
         word = result.get("verdict") or verdict(result)
         ax.text(0, 1.02, f"{word}: {effect(result)}", fontsize=8, weight="bold",
                 color=COLORS.get(word, "0.35"), transform=ax.transAxes)
