@@ -1,7 +1,7 @@
 """GSPO: Group Sequence Policy Optimization (arXiv 2507.18071), in one file.
 
 GRPO with one ratio per answer, the geometric mean of its tokens': the reward judges the answer as
-a whole, and so does the clip, a thousandth as wide. No KL. Equal to GRPO until the second update.
+a whole; so does the clip, a thousandth as wide. No KL. Up to a rollout's second update it is GRPO.
 
     A_i  = (R_i - mean_G R) / std_G R                          one advantage for all its tokens
     s_i  = exp(1/|o_i| sum_t log pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t))
