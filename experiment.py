@@ -1457,7 +1457,8 @@ def check_critic(path):
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             bodies = AutoModel._model_mapping[type(config)].__mro__
             family = next(base for base in bodies if base.__name__.endswith("PreTrainedModel"))
-            about = {"config_class": type(config), "base_model_prefix": family.base_model_prefix}
+            about = {"config_class": type(config), "base_model_prefix": family.base_model_prefix,
+                     "__module__": family.__module__}  # else loading leaves buffers uninitialised
             head = type("ForTokenClassification", (_TokenHead, family), about)
             AutoModelForTokenClassification.register(type(config), head, exist_ok=True)
         with torch.device("meta"):

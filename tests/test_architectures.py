@@ -155,7 +155,7 @@ CRITICS = [name if name in ("olmo2", "mamba") else pytest.param(name, marks=pyte
 
 
 @pytest.mark.parametrize("name", CRITICS)
-def test_every_policy_can_have_a_critic(tmp_path, name):
+def test_every_policy_can_have_a_critic(tmp_path, name, monkeypatch):
     """Transformers has no class for a critic of 23 of these. Its values are those of each answer
     alone, without padding, and it comes back from a checkpoint."""
     if outcome(name)[0] == "refused":
@@ -163,7 +163,13 @@ def test_every_policy_can_have_a_critic(tmp_path, name):
     folder, tokenizer = folder_of(name, tmp_path / "model"), tiny_tokenizer()
     experiment.check_critic(folder)  # as set_up does
     run = SimpleNamespace(start=folder, checkpoint=None)
-    critic = ppo.load_critic(run, tokenizer, settings())
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        critic = ppo.load_critic(run, tokenizer, settings())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in [*critic.parameters(), *critic.buffers()])
     batch = ragged_batch(np.random.default_rng(0))
     torch.nn.init.normal_((getattr(critic, "score", None) or critic.classifier).weight)
     values = common.whole(ppo.micro_values, critic, batch, common.cut(batch, 1, 200))
