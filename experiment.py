@@ -44,8 +44,6 @@ from transformers import (
     GenerationConfig,
     HfArgumentParser,
 )
-from transformers.modeling_layers import GenericForTokenClassification
-from transformers.modeling_outputs import TokenClassifierOutput
 
 import common
 import rewards
@@ -1441,25 +1439,13 @@ def check_fit(sampler, data, cfg):
              "lower it or --max_prompt_len")
 
 
-class _TokenHead(GenericForTokenClassification):
-    """A family's own body and a linear head, for families without a class of transformers."""
-
-    def forward(self, input_ids, **more):
-        states = self.base_model(input_ids=input_ids, **more).last_hidden_state
-        return TokenClassifierOutput(logits=self.score(states))
-
-
 def check_critic(path):
     """Stop unless a model with a number at every token can be made of this folder. Where its family
     has no class for that, transformers is given one."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, num_labels=1)
     try:
         if type(config) not in AutoModelForTokenClassification._model_mapping:
-            bodies = AutoModel._model_mapping[type(config)].__mro__
-            family = next(base for base in bodies if base.__name__.endswith("PreTrainedModel"))
-            about = {"config_class": type(config), "base_model_prefix": family.base_model_prefix,
-                     "__module__": family.__module__}  # else loading leaves buffers uninitialised
-            head = type("ForTokenClassification", (_TokenHead, family), about)
+            head = _token_head(type(config))
             AutoModelForTokenClassification.register(type(config), head, exist_ok=True)
         with torch.device("meta"):
             AutoModelForTokenClassification.from_config(config)
@@ -1467,6 +1453,25 @@ def check_critic(path):
         fail(f"--critic: none can be made of a {config.model_type} [{str(error)[:200]}]: give "
              "--critic a model of another family with the same tokenizer, or use grpo.py, which "
              "needs none")
+
+
+def _token_head(kind):
+    """The class of a family's own body under a linear head; kind: its config's class."""
+    from transformers.modeling_layers import GenericForTokenClassification  # 2 s, for these only
+    from transformers.modeling_outputs import TokenClassifierOutput
+
+    bodies = AutoModel._model_mapping[kind].__mro__
+    family = next(base for base in bodies if base.__name__.endswith("PreTrainedModel"))
+
+    class ForTokenClassification(GenericForTokenClassification, family):
+        config_class, base_model_prefix = kind, family.base_model_prefix
+        __module__ = family.__module__  # else loading leaves buffers uninitialised
+
+        def forward(self, input_ids, **more):
+            states = self.base_model(input_ids=input_ids, **more).last_hidden_state
+            return TokenClassifierOutput(logits=self.score(states))
+
+    return ForTokenClassification
 
 
 def changing_rope(config):
