@@ -82,7 +82,8 @@ def planted(monkeypatch, where, old, new):
         yield
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", ["grpo", "ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dapo", "gspo"))])
 def test_all_is_on_the_gpu(script, tmp_path):
     extra = ["--bootstrap"] if script == "ppo" else []
     with PretendedGpu():
@@ -162,6 +163,7 @@ def test_a_resumed_run_is_on_the_gpu(script, tmp_path):
     assert numbers(tmp_path / "run")[-1] == numbers(tmp_path / "whole")[-1]
 
 
+@pytest.mark.slow
 def test_checkpointing_is_on_the_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "HEAD_FLOATS", 69 * 8)  # chunks of 2 tokens
     with PretendedGpu():

@@ -115,7 +115,12 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+def slow(*values):
+    """Parameters that are tried with -m slow only."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", *slow("dapo", "gspo")])
 def test_two_processes_train_the_same_weights(script, alone, tmp_path, impl):
     """After 3 steps of 2 updates: uneven lengths, uneven micro-batches, tied groups, refills."""
     one = alone(script)
@@ -136,6 +141,7 @@ FAULTS = {  # what a wrong reduction looks like, planted; the comparison must no
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(fault, alone, tmp_path, impl):
     planted = FAULTS[fault]
@@ -148,6 +154,7 @@ def test_a_planted_fault_is_noticed(fault, alone, tmp_path, impl):
     assert worst(weights(alone("grpo")), weights(two)) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_step_without_any_group(tmp_path, impl):
     """DAPO drops all of them: nothing is trained on, logged and saved all the same."""
     none = "script.keep_group = lambda correct: correct.sum(1) < 0"
@@ -168,7 +175,7 @@ def test_bfloat16_alone_takes_the_sharded_path(tmp_path, impl):
     assert len(rows) == 4 and "approx_kl" in header
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", [2, *slow(1)])
 def test_resume_at_another_world_size(world, alone, tmp_path, impl):
     """A run of one process goes on in two, and the other way round."""
     run = launch(tmp_path, impl, "grpo", world, EXTRA["grpo"] + " --steps 1")

@@ -348,6 +348,7 @@ def test_the_cold_start_is_kept_for_the_same_lessons(tmp_path, capsys):
     assert made == [True, True, False]
 
 
+@pytest.mark.slow
 def test_a_model_that_a_bug_made_does_not_outlive_the_bug(tmp_path, capsys, monkeypatch):
     """The cache is keyed by the code that fills it: plant, run, mend, run."""
     broken = tmp_path / "broken.py"
@@ -421,7 +422,7 @@ def stopped(short, tmp_path, monkeypatch):
 
 
 @every_script
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_resumed_is_as_if_never_stopped(stopped, whole, name, step):
     """Between two epochs over the questions and in the middle of one."""
     folder = stopped(name, step)
@@ -435,6 +436,7 @@ def test_what_is_hardest_to_resume_took_place(whole, name, column):
     assert len({row[column] for row in metrics(whole(name))[1:]}) > 1
 
 
+@pytest.mark.slow
 def test_resumed_experts(short, stopped, tmp_path):
     """Weights of experts are stored in another form than they are used in."""
     argv = "--model tiny-moe --cold_start 0 --reward contains+marker_format --steps 2".split()
@@ -506,7 +508,8 @@ def test_resumed_when_all_is_done(short, whole, tmp_path, capsys):
     assert_same_run(folder, whole("grpo"))
 
 
-@pytest.mark.parametrize("name, flags", [("grpo", "--beta 0.5"), ("ppo", "--kl_coef 0.5")])
+@pytest.mark.parametrize("name, flags", [
+    ("grpo", "--beta 0.5"), pytest.param("ppo", "--kl_coef 0.5", marks=pytest.mark.slow)])
 def test_the_reference_is_the_model_after_the_cold_start(short, stopped, tmp_path, name, flags):
     """Also after a resume, when the model that came in may be gone. KL is 0 before any update."""
     argv = [*flags.split(), "--cold_start", 3, "--minibatches", 1]
@@ -540,7 +543,11 @@ MOMENTS = {  # (module, function) and whether this call of it is the last thing 
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+QUICK = "before the checkpoint gets its name"  # the others are slow
+
+
+@pytest.mark.parametrize("moment", [
+    pytest.param(x, marks=[] if x == QUICK else pytest.mark.slow) for x in MOMENTS])
 def test_killed_at_the_worst_moments(short, whole, tmp_path, monkeypatch, moment):
     module, function, last = MOMENTS[moment]
     original = getattr(module, function)
@@ -558,7 +565,8 @@ def test_killed_at_the_worst_moments(short, whole, tmp_path, monkeypatch, moment
     assert not list((tmp_path / "run").rglob(".tmp-*"))
 
 
-@pytest.mark.parametrize("rest", ["3", "3,0.5,0.2", "17,0.5"])
+@pytest.mark.parametrize("rest", [
+    "17,0.5", *(pytest.param(x, marks=pytest.mark.slow) for x in ("3", "3,0.5,0.2"))])
 def test_killed_in_the_middle_of_a_line(stopped, whole, rest):
     """The rest of a row of metrics.csv is not taken for a row, whatever number it starts with."""
     folder = stopped("grpo", 3)
@@ -605,6 +613,7 @@ def test_a_kill_never_leaves_half_an_old_checkpoint(short, tmp_path, monkeypatch
     assert all(name.startswith(".tmp-") for name in old)
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments(impl, short, tmp_path):
     """Killed and resumed, twice; the rest is run here and compared with a run in one piece."""
     folder = tmp_path / "run"

@@ -130,6 +130,7 @@ def test_loop_handout(tmp_path, capsys, monkeypatch):
     assert "--algorithms grpo --level loop" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_public_tests_pass_on_the_solution_and_name_mistakes(handout, tmp_path):
     """A folder that is right everywhere but in one place."""
     folder = solution(tmp_path / "done", grpo=[("groups.std(1, keepdim=True)",
@@ -151,10 +152,11 @@ def test_public_tests_pass_on_the_solution_and_name_mistakes(handout, tmp_path):
 # --- grade ---------------------------------------------------------------------------------------
 
 
-def test_the_solution_gets_full_marks(grade, tmp_path):
+@pytest.mark.parametrize("script", ["gspo", pytest.param("dapo", marks=pytest.mark.slow)])
+def test_the_solution_gets_full_marks(grade, tmp_path, script):
     """Those problems which `test_a_fault_costs_its_own_problem_only` spoils; it has the others."""
-    points, results, printed = grade(solution(tmp_path / "right"), ["dapo", "gspo"])
-    full = {n: x for n, x in FULL.items() if n.startswith(("dapo.", "gspo."))}
+    points, results, printed = grade(solution(tmp_path / "right"), [script])
+    full = {n: x for n, x in FULL.items() if n.startswith(f"{script}.")}
     assert points == full
     assert f"{sum(full.values())} of {sum(full.values())}" in printed
     suites = ElementTree.fromstring(exercise.junit(results.values()))
@@ -323,6 +325,7 @@ def cispo(tmp_path_factory):
     return out / "hand", out / "auto.zip"
 
 
+@pytest.mark.slow
 def test_a_variant_is_an_exercise(box, cispo, tmp_path):
     """The solution gets all, the blank nothing, and so does DAPO's loss, which it comes from."""
     texts = {"blank": (cispo[0] / "cispo.py").read_text(), "right": variants.patched("cispo"),
