@@ -402,7 +402,10 @@ def test_a_gpu_s_memory_grows_in_segments():
     """torch reads the variable on first use: though it was imported before, that is in time."""
     settings = os.environ["PYTORCH_ALLOC_CONF"]
     assert "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "expandable_segments" in settings
-    assert torch._C._accelerator_getAllocatorSettings() == settings
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is None:
+        pytest.skip("this torch doesn't tell what it has read")
+    assert read() == settings
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch, capsys):
