@@ -36,6 +36,7 @@ import trials  # noqa: E402
 from trials import Statement  # noqa: E402
 
 RESULTS = ROOT / "plots" / "claims.json"
+ORDER = ["seen", "not seen", "undecided", "not run yet"]
 COLORS = {"seen": "#00734f", "not seen": "#b34700"}
 
 
@@ -304,6 +305,13 @@ def verdict(result):
     return result["verdict"]
 
 
+def composed(results):
+    """A headline's verdict: how many of its statements have which."""
+    words = [result.get("verdict", "not run yet") for result in results]
+    counts = [(words.count(word), word) for word in dict.fromkeys(sorted(words, key=ORDER.index))]
+    return ", ".join(f"{count} {word}" for count, word in counts)
+
+
 def repeated(result):
     """What the second setting said."""
     if "again" not in result:
@@ -322,7 +330,7 @@ def table(stored):
         claim = CLAIMS[name]
         ran = any(r["n"] for r in results)
         headline = f"[{claim.headline}](claims-{name}.png)" if ran else claim.headline
-        lines.append(f"| **{headline}** ({claim.source}) | | | | | | |")
+        lines.append(f"| **{headline}** ({claim.source}) | | | | {composed(results)} | | |")
         for r in results:
             cost = f"{r['minutes']:.1f}" if r["minutes"] > 0 else ""
             cells = [r["text"], f"{r['effect']}: {effect(r)}", r.get("claimed", ""), str(r["n"]),
@@ -382,7 +390,8 @@ def update(names, out, pictures, quick=False):
     for name in names:
         claim, picture = CLAIMS[name], pictures / f"claims-{name}.png"
         draw(claim, stored[name], seen[name], picture)
-        print(f"{name}: {claim.headline} ({claim.source})\n{text(stored[name])}\n"
+        print(f"{name}: {claim.headline} ({claim.source}): {composed(stored[name])}\n"
+              f"{text(stored[name])}\n"
               f"  picture: {picture}", flush=True)
     return stored
 

@@ -238,6 +238,7 @@ def test_table(tmp_path, monkeypatch, capsys):
     head, rule, title, *rows = capsys.readouterr().out.splitlines()
     cells = [re.split(r"(?<!\\)\|", line) for line in (head, rule, title, *rows)]
     assert {len(c) for c in cells} == {9} and "claims-clip-higher.png" in title
+    assert "| 1 seen, 1 undecided, 1 not run yet |" in title
     assert "**seen**" in rows[0] and "0.5 ± 0.1" in rows[0]
     assert "not seen: -0.2 ± 0.01 (lr 1, n 2)" in rows[0]
     assert "**not run yet (2 of 8 seeds)**" in rows[1]  # never undecided

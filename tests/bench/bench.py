@@ -404,12 +404,14 @@ def growth(quick):
         x, values = list(cases), np.transpose([measure(case) for case in cases.values()])
         for unit, y, axis in zip(("seconds a step", "peak MB above weights"), values, column):
             over_all, last = (np.polyfit(np.log(x[-n:]), np.log(y[-n:]), 1)[0] for n in (4, 2))
-            slopes = f"slope {over_all:.2f}, last {last:.2f}"
+            slopes = f"log-log slope {over_all:.2f}, of the last two {last:.2f}"
             axis.loglog(x, y, "o-")
             axis.set_xticks(x, [f"{size:,}" for size in x], minor=False)
-            axis.set_yticks(y, [f"{value:.3g}" for value in y], minor=False)
+            ticks = [y[0], *(high for low, high in zip(y, y[1:]) if high > 1.1 * low)]
+            axis.set_yticks(ticks, [f"{value:.3g}" for value in ticks], minor=False)
             axis.minorticks_off()
-            axis.set(xlabel=name, ylabel=unit, title=slopes)
+            axis.set(xlabel=name, ylabel=unit)
+            axis.set_title(slopes, fontsize=9)
             print(f"growth {name} {x}: {unit} {y.round(2)}, {slopes}", flush=True)
     figure.suptitle("A step of GRPO, 4 questions, tiny model but for what varies (CPU, one thread)")
     figure.savefig(ROOT / "plots" / "growth.png", dpi=100)
