@@ -80,8 +80,8 @@ GROUPS = {"16 x 8": GRPO, "16 x 2": arm("grpo", group_size=2),
           "4 x 32": arm("grpo", prompts_per_step=4, group_size=32)}
 # With every group in it, the penalty also acts where all are wrong and only lengths differ.
 OVERLONG = {"penalty": EVERY, "none": arm("dapo", dynamic_sampling=False, overlong_buffer=0)}
-KL = {"0": arm("grpo", beta=0.0), "0.01": GRPO, "0.1": arm("grpo", beta=0.1),
-      "1": arm("grpo", beta=1.0)}
+KL = {"beta 0": arm("grpo", beta=0.0), "beta 0.01": GRPO, "beta 0.1": arm("grpo", beta=0.1),
+      "beta 1": arm("grpo", beta=1.0)}
 # A short cold start: the format is not learned yet, so paying it has something to teach.
 MIX = {"correct": arm("grpo", cold_start=100),
        "mix": arm("grpo", cold_start=100, reward="correct+0.5*marker_format")}
@@ -208,15 +208,17 @@ CLAIMS = {
     "kl-weight": Claim("The best KL weight lies between none and much",
                        "article 001 (arXiv 2512.07611)", [
         Statement("A little KL is more accurate than none", "accuracy, beta 0.01 - 0",
-                  m.difference("0.01", "0", ACCURACY), among(KL, "0", "0.01"), above=0,
-                  matters=0.02, draw="accuracy", again=FAST),
+                  m.difference("beta 0.01", "beta 0", ACCURACY),
+                  among(KL, "beta 0", "beta 0.01"), above=0, matters=0.02, draw="accuracy",
+                  again=FAST),
         Statement("A little KL is more accurate than much", "accuracy, beta 0.01 - 1",
-                  m.difference("0.01", "1", ACCURACY), among(KL, "0.01", "1"), above=0,
-                  matters=0.02, draw="accuracy", again=SLOW),
+                  m.difference("beta 0.01", "beta 1", ACCURACY),
+                  among(KL, "beta 0.01", "beta 1"), above=0, matters=0.02, draw="accuracy",
+                  again=SLOW),
         Statement("Ten times the weight halves the distance to the reference",
                   "KL to the reference, beta 0.01 / 0.1",
-                  m.ratio_of("0.01", "0.1", m.late("ref_kl")), among(KL, "0.01", "0.1"), above=2,
-                  draw="ref_kl", again=SLOW)]),
+                  m.ratio_of("beta 0.01", "beta 0.1", m.late("ref_kl")),
+                  among(KL, "beta 0.01", "beta 0.1"), above=2, draw="ref_kl", again=SLOW)]),
     "reward-design": Claim("A lax reward is hacked; format and correctness together help",
                            "article 004", [
         Statement("`gold in text` is hacked", "paid beyond right answers",
