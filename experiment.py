@@ -1372,13 +1372,7 @@ def set_up(cfg, file, needs_gold=""):
     `file` is the script's __file__; its stem names the run. needs_gold: see `load_questions`.
     """
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the run has begun, just stop
-    common.use_device(cfg.device, cfg.dtype)
-    if is_builtin(cfg.model) and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
-        torch.set_num_threads(1)  # more of them only wait for each other at this size
-    if common.device().type == "cpu":
-        # The gradient of indexing adds with atomics in two threads, in whatever order comes.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs, and finds nothing
+    set_up_torch(cfg)
     for name in ("reward_model", "critic"):
         if getattr(cfg, name, ""):
             find_model(getattr(cfg, name), name)
@@ -1417,6 +1411,17 @@ def set_up(cfg, file, needs_gold=""):
         run.start = str(run.folder / "start")
         run.hold(lambda: save_whole(sampler, Path(run.start)), run.start)
     return run, Log(run.folder, run.kept, sampler, cfg, run.hold), data, policy, sampler
+
+
+def set_up_torch(cfg):
+    """Device, threads, and the same bits for the same command."""
+    common.use_device(cfg.device, cfg.dtype)
+    if is_builtin(cfg.model) and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
+        torch.set_num_threads(1)  # more of them only wait for each other at this size
+    if common.device().type == "cpu":
+        # The gradient of indexing adds with atomics in two threads, in whatever order comes.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs, and finds nothing
 
 
 def check_fit(sampler, data, cfg):
@@ -1546,6 +1551,11 @@ def _law_fault(sampler, model):
         return (f"a {type(model).__name__} gives other log-probs in train mode, so something in "
                 "it is random: look for noise in its config.json, or name another model")
     model.eval()
+    return _sampling_fault(sampler, model, left, off)
+
+
+def _sampling_fault(sampler, model, left, off):
+    """The same of `generate`; left: ids and mask of the prompts, each twice, `off` as above."""
     config = sampler.config(2)
     config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
     out = model.generate(left[0], attention_mask=left[1], generation_config=config)
