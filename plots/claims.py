@@ -8,11 +8,12 @@
 
 A claim is split into statements, each of which can be true or false alone: a number per seed,
 mostly the difference of two arms with the same cold start and questions, claimed to lie above
-(below) a margin. Seeds are 0 to n - 1, and n was written here before the judged runs. We take the
-mean and its 95 % interval (Student's t). *Seen*: it lies on the claimed side of the margin. *Not
-seen*: it lies short of the smallest effect that would matter, `matters` (else the margin), be it
-negligible or of the other sign. Both are two-sided tests at 5 %, corrected for all statements
-together (Holm). *Undecided*: neither; the seeds it would take are told. *Exact*: arithmetic.
+(below) a margin. Seeds are 0 to n - 1, or the next n after those of a pilot; n was written here
+before the judged runs. We take the mean and its 95 % interval (Student's t). *Seen*: it lies on the
+claimed side of the margin. *Not seen*: it lies short of the smallest effect that would matter,
+`matters` (else the margin), be it negligible or of the other sign. Both are two-sided tests at 5 %,
+corrected for all statements together (Holm). *Undecided*: neither; the seeds it would take are
+told. *Exact*: arithmetic.
 `accuracy` is of the answers sampled in the last ten training steps, 1,280 by default. RL asks no
 question twice in these runs; the cold start has seen them with a pupil's answers.
 What no metric of a run tells is measured in plots/measures.py; how it is run and judged: trials.py.
@@ -170,7 +171,8 @@ CLAIMS = {
                   draw=("gain 0.2", "gain 0.28"), again=FAST),
         Statement("On one rollout, more entropy is left", "entropy, 0.28 - 0.2 (nats per token)",
                   m.contrast("rollout", "entropy 0.28", "entropy 0.2"), ROLLOUT, above=0,
-                  matters=0.001, draw=("entropy 0.2", "entropy 0.28"), again=FAST),
+                  matters=0.001, pilot=8, seeds=16, draw=("entropy 0.2", "entropy 0.28"),
+                  again=FAST),
         Statement("Over training, more entropy is left", "entropy, 0.28 - 0.2 (nats per token)",
                   m.difference("clip 0.28", "clip 0.2", m.late("entropy")), CLIP, above=0,
                   matters=0.003, draw="entropy", again=FAST),

@@ -48,6 +48,7 @@ class Statement:
     below: float = None
     matters: float = None  # the smallest effect that would matter; None: the margin
     seeds: int = 8  # 1: exact
+    pilot: int = 0  # so many seeds came before, undecided: they gave the spread, and are not judged
     steps: int = STEPS
     draw: str | tuple = ""  # a column, or measured numbers; "": each seed's value; None: nothing
     again: dict = None  # flags of a second setting
@@ -115,13 +116,22 @@ def job(arm, seed, steps, out, again=None, quick=False):
     return Job(script, flags, seed, steps, path, quick)
 
 
+def seeds_of(statement, again=None, quick=False):
+    """The seeds that are judged, in order."""
+    if quick:
+        return range(1)
+    if again:
+        return range(statement.again_seeds)
+    return range(statement.pilot, statement.pilot + statement.seeds)
+
+
 def jobs(statements, out, quick=False):
     """Every job of the statements once, with its most steps; the second settings come last."""
-    trials = [(s, None, 1 if quick else s.seeds) for s in statements]
-    trials += [(s, s.again, s.again_seeds) for s in statements if s.again and not quick]
+    trials = [(s, None) for s in statements]
+    trials += [(s, s.again) for s in statements if s.again and not quick]
     found = {}
-    for statement, again, seeds in trials:
-        for seed in range(seeds):
+    for statement, again in trials:
+        for seed in seeds_of(statement, again, quick):
             for arm in statement.arms.values():
                 new = job(arm, seed, statement.steps, out, again, quick)
                 old = found.get(new.path, new)
@@ -181,10 +191,10 @@ def run_all(todo, workers):
 
 
 def evidence(statement, out, again=None, quick=False):
-    """[{arm's label: its run or numbers}] of the first seeds, up to one that is not there yet;
-    and the CPU seconds that they took."""
+    """[{arm's label: its run or numbers}] of its seeds, up to one that is not there yet; and the
+    CPU seconds that they took."""
     found, seconds = [], 0
-    for seed in range(statement.again_seeds if again else statement.seeds):
+    for seed in seeds_of(statement, again, quick):
         todo = {label: job(arm, seed, statement.steps, out, again, quick)
                 for label, arm in statement.arms.items()}
         if not all(one.done() for one in todo.values()):

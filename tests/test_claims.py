@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +202,10 @@ def test_evidence_ends_where_a_seed_is_missing(tmp_path):
     found, seconds = trials.evidence(each, tmp_path)
     assert [each.value(arms) for arms in found] == [0, 1] and seconds == 2 * (5 + 1)
     assert found[0]["n"]["x"] == 2
+    later = replace(each, pilot=1, seeds=2)  # seeds 1 and 2
+    assert [each.value(arms) for arms in trials.evidence(later, tmp_path)[0]] == [1]
+    wanted = {one.seed for one in trials.jobs([later], tmp_path)}
+    assert wanted == {1, 2} and {one.seed for one in trials.jobs([later], tmp_path, True)} == {0}
 
 
 def nothing(seed, out, **flags):
