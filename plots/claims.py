@@ -62,6 +62,7 @@ def arm(script, **flags):
 COLD = dict(cold_start_lr=20 * 3e-4)  # the default, also where --lr is another: one cold start
 SLOW, FAST = COLD | dict(lr=1e-4), COLD | dict(lr=1e-3)  # second settings; the default is 3e-4
 LONG = dict(steps=80)  # longer than the scripts train by default
+MOE = dict(model="tiny-moe")
 
 GRPO, DAPO, PPO = arm("grpo"), arm("dapo"), arm("ppo")
 SAME = COLD | dict(lr=3e-4)  # GRPO's rate for GSPO, too, not its own
@@ -130,12 +131,12 @@ CLAIMS = {
                   draw="accuracy", again=LONG, again_seeds=8),
         Statement("An answer's log ratio varies a tenth as much as a token's, or less",
                   "variance of log ratios, tokens / answers", m.measured("dense", "reduction"),
-                  DENSE, above=10, again=dict(model="tiny-moe"))]),
+                  DENSE, above=10, again=MOE)]),
     "dynamic-sampling": Claim("Dynamic sampling removes groups without gradient, and it helps",
                               "DAPO; article 001 (arXiv 2512.07611: not always)", [
         Statement("It removes groups without gradient, a tenth of all or more",
                   "tied groups, off - on", m.difference("off", "on", m.late("tied_frac")), DYNAMIC,
-                  above=0.1, draw="tied_frac"),
+                  above=0.1, draw="tied_frac", again=SLOW),
         Statement("It is more accurate after as many steps", "accuracy, on - off",
                   m.difference("on", "off", ACCURACY), DYNAMIC, above=0, matters=0.02,
                   draw="accuracy", again=SLOW),
@@ -146,7 +147,7 @@ CLAIMS = {
                         "DAPO; articles 000, 001", [
         Statement("A mean per answer gives a short answer's tokens more gradient",
                   "|gradient| a token, shortest / longest quarter, answer mean over token mean",
-                  m.measured("gradient", "short_over_long"), LENGTHS, above=1.1),
+                  m.measured("gradient", "short_over_long"), LENGTHS, above=1.1, again=MOE),
         Statement("The token mean pushes towards longer answers than the answer mean",
                   "push on the mean length, token - answer mean (tokens per unit step)",
                   m.contrast("gradient", "token mean", "answer mean"), LENGTHS, above=0,
@@ -158,12 +159,12 @@ CLAIMS = {
     "one-update": Claim("With one update per rollout nothing is clipped, and GSPO is GRPO",
                         "algorithms' equations; GSPO", [
         Statement("Clipping idles", "largest clip fraction", m.largest("clip_frac"), ONE,
-                  below=1e-6, seeds=3, steps=10, draw="clip_frac"),
+                  below=1e-6, seeds=3, steps=10, draw="clip_frac", again=MOE),
         Statement("The update starts at the policy that sampled", "largest KL, old to new (nats)",
-                  m.largest("approx_kl"), ONE, below=1e-6, seeds=3, steps=10, draw=None),
+                  m.largest("approx_kl"), ONE, below=1e-6, seeds=3, steps=10, draw=None, again=MOE),
         Statement("The first gradients of GSPO and GRPO are as long",
                   "relative difference of the norms", m.first_gap("GSPO", "GRPO", "grad_norm"),
-                  ONE, below=1e-4, seeds=3, steps=10, draw="grad_norm")]),
+                  ONE, below=1e-4, seeds=3, steps=10, draw="grad_norm", again=MOE)]),
     "clip-higher": Claim("Clip-higher keeps entropy and exploration up",
                          "DAPO; articles 000, 001, 004", [
         Statement("On one rollout, unlikely good tokens gain more", "rise of log pi, 0.28 - 0.2",
@@ -184,7 +185,7 @@ CLAIMS = {
                         "articles 001, 004", [
         Statement("16 questions: gradients of 8 answers each agree better than of 2",
                   "mean cosine, G 8 - G 2", m.contrast("gradients", "16 x 8", "16 x 2"), GRADIENTS,
-                  above=0, draw=("16 x 2", "16 x 8")),
+                  above=0, draw=("16 x 2", "16 x 8"), again=MOE),
         Statement("128 samples: gradients of groups of 8 agree better than of 2",
                   "mean cosine, 16 x 8 - 64 x 2", m.contrast("gradients", "16 x 8", "64 x 2"),
                   GRADIENTS, above=0, matters=0.02,
@@ -245,7 +246,7 @@ CLAIMS = {
         Statement("A small critic explains less", "explained variance, small - like the policy",
                   m.difference("small, 10 x", "like the policy, 10 x", m.over_all("explained_var")),
                   among(CRITICS, "like the policy, 10 x", "small, 10 x"), below=0, matters=-0.02,
-                  draw="explained_var"),
+                  draw="explained_var", again=SLOW),
         Statement("A small critic costs accuracy", "accuracy, small - like the policy",
                   m.difference("small, 10 x", "like the policy, 10 x", ACCURACY),
                   among(CRITICS, "like the policy, 10 x", "small, 10 x"), below=0, matters=-0.02,
@@ -254,7 +255,7 @@ CLAIMS = {
                   "explained variance, 10 x - 1 x", m.difference(
                       "like the policy, 10 x", "like the policy, 1 x", m.over_all("explained_var")),
                   among(CRITICS, "like the policy, 10 x", "like the policy, 1 x"), above=0,
-                  matters=0.02, draw="explained_var"),
+                  matters=0.02, draw="explained_var", again=SLOW),
         Statement("... and the policy is more accurate", "accuracy, 10 x - 1 x",
                   m.difference("like the policy, 10 x", "like the policy, 1 x", ACCURACY),
                   among(CRITICS, "like the policy, 10 x", "like the policy, 1 x"), above=0,
