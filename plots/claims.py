@@ -13,7 +13,7 @@ before the judged runs. We take the mean and its 95 % interval (Student's t). *S
 claimed side of the margin. *Not seen*: it lies short of the smallest effect that would matter,
 `matters` (else the margin), be it negligible or of the other sign. Both are two-sided tests at 5 %,
 corrected for all statements together (Holm). *Undecided*: neither; the seeds it would take are
-told. *Exact*: arithmetic.
+told. *Depends*: a second setting says the other. *Exact*: arithmetic.
 `accuracy` is of the answers sampled in the last ten training steps, 1,280 by default. RL asks no
 question twice in these runs; the cold start has seen them with a pupil's answers.
 What no metric of a run tells is measured in plots/measures.py; how it is run and judged: trials.py.
@@ -37,7 +37,7 @@ import trials  # noqa: E402
 from trials import Statement  # noqa: E402
 
 RESULTS = ROOT / "plots" / "claims.json"
-ORDER = ["seen", "not seen", "undecided", "not run yet"]
+ORDER = ["seen", "not seen", "depends", "undecided", "not run yet"]
 COLORS = {"seen": "#00734f", "not seen": "#b34700"}
 
 

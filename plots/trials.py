@@ -250,8 +250,9 @@ def judge(statement, values):
 
 def decide(results, tested):
     """Give each result its verdict: Holm's procedure over all `tested` statements of the table,
-    those that have not been run included. `needed`: the seeds at which what is undecided would
-    pass it with the same effect and spread; None for a thousand and more."""
+    those that have not been run included. What a second setting turns around "depends". `needed`:
+    the seeds at which what is undecided would pass it with the same effect and spread; None for a
+    thousand and more."""
     judged = sorted((r for r in results if "side" in r), key=lambda r: r["p"])
     holds, left = True, tested
     for result in judged:
@@ -260,6 +261,9 @@ def decide(results, tested):
             continue
         holds = holds and result["p"] <= 0.05 / left
         result["verdict"] = result["side"] if holds else "undecided"
+        again = result.get("again", {"p": 1})
+        if holds and again["p"] < 0.05 and again["side"] != result["side"]:
+            result["verdict"] = "depends"
         if not holds and result["clear"] > 0:
             enough = (n for n in range(result["seeds"] + 1, 1000)
                       if p_value(result["clear"] * math.sqrt(n), n - 1) <= 0.05 / left)

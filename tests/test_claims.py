@@ -103,6 +103,14 @@ def test_holm():
     assert judged(0.011, 0.011, 0.011) == ["undecided"] * 3
 
 
+@pytest.mark.parametrize("p, side, verdict", [
+    (0.01, "not seen", "depends"), (0.06, "not seen", "seen"), (0.01, "seen", "seen")])
+def test_what_a_second_setting_turns_around(p, side, verdict):
+    result = dict(p=1e-6, side="seen", seeds=8, clear=1, again=dict(p=p, side=side))
+    trials.decide([result], tested=1)
+    assert result["verdict"] == verdict
+
+
 def test_quantities():
     steps = np.arange(1, 41)
     assert measures.late("reward")(run(reward=steps)) == pytest.approx(35.5)
