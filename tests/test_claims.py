@@ -224,6 +224,7 @@ def broken(seed, out, **flags):
     raise ValueError("no such thing")
 
 
+@pytest.mark.slow
 def test_series(tmp_path, capsys):
     """Jobs in processes of their own; a failing one is named in one line."""
     todo = [trials.job(nothing, seed, 20, tmp_path, dict(lr=0.5)) for seed in (0, 1)]

@@ -183,6 +183,7 @@ def reward_model(tmp_path):
     return ["--reward", "model", "--reward_model", str(tmp_path / "reward")]
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_on_the_gpu(reward_model, tmp_path):
     with PretendedGpu():
         run("grpo", tmp_path / "run", *reward_model)

@@ -165,6 +165,7 @@ def test_a_step_without_any_group(tmp_path, impl):
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_alone_takes_the_sharded_path(tmp_path, impl):
     """One GPU computes in bfloat16 with float32 masters: the same code, here on a CPU."""
     run = launch(tmp_path, impl, "grpo", 1, EXTRA["grpo"] + " --dtype bfloat16")
@@ -175,7 +176,8 @@ def test_bfloat16_alone_takes_the_sharded_path(tmp_path, impl):
     assert len(rows) == 4 and "approx_kl" in header
 
 
-@pytest.mark.parametrize("world", [2, *slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (1, 2))
 def test_resume_at_another_world_size(world, alone, tmp_path, impl):
     """A run of one process goes on in two, and the other way round."""
     run = launch(tmp_path, impl, "grpo", world, EXTRA["grpo"] + " --steps 1")

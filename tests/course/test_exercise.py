@@ -164,6 +164,7 @@ def test_the_solution_gets_full_marks(grade, tmp_path, script):
     assert all(len(s) >= 2 and s.get("failures") == "0" for s in suites)
 
 
+@pytest.mark.slow
 def test_the_untouched_handout_gets_nothing(grade, handout):
     points, results, printed = grade(handout, ["shared", "gspo"])
     mine = exercise.chosen(["shared", "gspo"])
