@@ -58,7 +58,8 @@ def test_two_at_once(impl, short, tmp_path):
     code, _, err = ended[loser]
     assert ended[1 - loser][0] == 0 and code == 2 and err.count("\n") == 1
     winner = forks[1 - loser].process.pid
-    assert f"process {winner} on " in err or "holds a run" in err  # that came and went
+    said = (f"process {winner} on ", "another process is writing", "holds a run")
+    assert any(words in err for words in said)  # before it had left its name; it came and went
     assert [row["step"] for row in metrics(folder)] == list("01234")
 
 
