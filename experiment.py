@@ -1421,7 +1421,7 @@ def set_up_torch(cfg):
     if common.device().type == "cpu":
         # The gradient of indexing adds with atomics in two threads, in whatever order comes.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs, and finds nothing
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs; tests do it
 
 
 def check_fit(sampler, data, cfg):
@@ -1555,7 +1555,8 @@ def _law_fault(sampler, model):
 
 
 def _sampling_fault(sampler, model, left, off):
-    """The same of `generate`; left: ids and mask of the prompts, each twice, `off` as above."""
+    """What is wrong with `generate`, in words, or None. left: ids and mask of the prompts, each
+    twice; off(got, want): whether these log-probs differ."""
     config = sampler.config(2)
     config.update(output_scores=True, output_logits=True, return_dict_in_generate=True)
     out = model.generate(left[0], attention_mask=left[1], generation_config=config)

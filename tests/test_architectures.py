@@ -164,11 +164,12 @@ def test_every_policy_can_have_a_critic(tmp_path, name, monkeypatch):
     experiment.check_critic(folder)  # as set_up does
     run = SimpleNamespace(start=folder, checkpoint=None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         critic = ppo.load_critic(run, tokenizer, settings())
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before, warn_only=True)
     assert all(x.isfinite().all() for x in [*critic.parameters(), *critic.buffers()])
     batch = ragged_batch(np.random.default_rng(0))
     torch.nn.init.normal_((getattr(critic, "score", None) or critic.classifier).weight)

@@ -115,12 +115,8 @@ EXTRA = {
 }
 
 
-def slow(*values):
-    """Parameters that are tried with -m slow only."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize("script", ["grpo", "ppo", *slow("dapo", "gspo")])
+@pytest.mark.parametrize(
+    "script", ["grpo", "ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dapo", "gspo"))])
 def test_two_processes_train_the_same_weights(script, alone, tmp_path, impl):
     """After 3 steps of 2 updates: uneven lengths, uneven micro-batches, tied groups, refills."""
     one = alone(script)
