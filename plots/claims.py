@@ -369,10 +369,10 @@ def draw(claim, results, seen, file):
         trials.draw_panel(ax, statement, found)
         ax.set_title(textwrap.fill(statement.text, 40), pad=15)
         word = result.get("verdict") or verdict(result)
-        ax.text(0, 1.02, f"{word}: {effect(result)}", fontsize=8, weight="bold",
+        ax.text(0, 1.02, f"{word}: {effect(result)} (n {len(found)})", fontsize=8, weight="bold",
                 color=COLORS.get(word, "0.35"), transform=ax.transAxes)
-    fig.supxlabel(f"Effects with 95 % intervals. Curves: mean and range over "
-                  f"{max(len(found) for _, _, found in shown)} seeds.", fontsize=7, color="0.3")
+    fig.supxlabel("Effects with 95 % intervals. Curves: mean and range over n seeds.",
+                  fontsize=7, color="0.3")
     fig.savefig(file)
 
 
