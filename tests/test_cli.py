@@ -928,7 +928,8 @@ def command(impl, cache, *argv):
 @pytest.mark.parametrize("argv, words", [
     ("grpo.py --step 3", "--step"),
     ("dapo.py --data words --model nobody/nothing", "nobody/nothing, offline, --model"),
-    ("gspo.py --cold_start 0 --data gsm8k", "--data gsm8k, offline, .jsonl"),
+    pytest.param("gspo.py --cold_start 0 --data gsm8k", "--data gsm8k, offline, .jsonl",
+                 marks=pytest.mark.slow),
     ("ppo.py --data missing.jsonl", "missing.jsonl"),
 ])
 def test_one_line_and_exit_status_2(impl, cache, argv, words):

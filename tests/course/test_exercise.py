@@ -200,6 +200,7 @@ HOSTILE = {  # problem -> what its function does in place of its work, what the 
 }
 
 
+@pytest.mark.slow
 def test_a_fault_costs_its_own_problem_only(grade, tmp_path):
     """One folder with many: planted mistakes, which are named, and files that misbehave."""
     changes = {}
