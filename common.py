@@ -47,6 +47,9 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     # Micro-batches differ in size: fixed blocks of a GPU's memory would leave gaps. torch reads
     # this when the GPU is first used.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Else transformers from 5.25 swaps layers on a GPU for code that it fetches from the hub, in train()
+# and eval() each its own: nothing is run here that isn't installed.
+os.environ["USE_HUB_KERNELS"] = "NO"
 huggingface_hub.utils.logging.set_verbosity_error()
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -308,7 +311,8 @@ def _load_model(auto_class, path, dtype, changes):
 
 
 def _make_plain(config):
-    """Set dropout and router noise to 0 and extra outputs to off, in nested configs, too."""
+    """Set dropout and router noise to 0 and extra outputs to off, in nested configs, too; raise
+    ValueError for attention that is fetched from the hub, which USE_HUB_KERNELS doesn't stop."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _make_plain(value)
@@ -316,6 +320,8 @@ def _make_plain(config):
             setattr(config, name, 0.0)
         elif name in ("output_router_logits", "_output_attentions", "output_hidden_states"):
             setattr(config, name, False)
+        elif name == "_attn_implementation_internal" and "/" in str(value):
+            raise ValueError(f"its attn_implementation {value} is code on the hub")
 
 
 def load_tokenizer(path):

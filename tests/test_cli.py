@@ -622,10 +622,10 @@ BROKEN = {
         ("vocab_size", None), ("vocab_size", 1.5), ("max_position_embeddings", "many"),
         ("rope_parameters", [1]), ("rope_parameters", {"rope_type": "spiral"}),
         ("layer_types", ["full"]), ("hidden_act", "warp"), ("model_type", ["qwen3"]),
-        ("dtype", "float7"), ("_attn_implementation", "wormhole"), ("eos_token_id", "end"),
+        ("dtype", "float7"), ("attn_implementation", "wormhole"), ("eos_token_id", "end"),
         ("quantization_config", {"quant_method": "none"}), ("quantization_config", 4),
         ("quantization_config", {"quant_method": "gptq", "bits": 4}),
-        ("tie_word_embeddings", "no"), ("attn_implementation", "wormhole"), ("text_config", 3),
+        ("tie_word_embeddings", "no"), ("text_config", 3),
     ]},
     "generation-a-list": holding("generation_config.json", b"[]"),
     "generation-not-json": holding("generation_config.json", b"{"),
@@ -641,6 +641,14 @@ def test_broken_model_folders(refused, folder, fault, monkeypatch):
     monkeypatch.setattr(common, "TEMPLATE_SECONDS", 0.3)
     fault(folder)
     assert str(folder) in refused(grpo, *SHORT, "--model", folder)
+
+
+@pytest.mark.parametrize("attention", ["org/wormhole", {"": "org/a@main:f"}])
+def test_code_on_the_hub_is_refused(refused, folder, attention):
+    """By us, not by the net's absence: with a net, transformers would fetch and run it."""
+    holding_json("config.json", attn_implementation=attention)(folder)
+    assert "is code on the hub" in refused(grpo, *SHORT, "--model", folder)
+    assert os.environ["USE_HUB_KERNELS"] == "NO"  # the layers' own kernels
 
 
 @pytest.mark.parametrize("file, remedy", [
