@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -39,9 +38,6 @@ from transformers import (
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.initialization import no_init_weights
-
-# The argument of a forward pass that takes the cache, by the name that 5.24 gave it or the old one.
-CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     # Micro-batches differ in size: fixed blocks of a GPU's memory would leave gaps. torch reads
@@ -425,8 +421,7 @@ def load_frozen(path, dtype):
 def trainable(model, dtype, gradient_checkpointing):
     """A loaded model, made ready for updates: in train mode (dropout is 0), sharded in a group."""
     if gradient_checkpointing:
-        new = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
-        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     model = shard(model, compute_dtype(dtype)) if in_group() else model.float().to(device())
     return model.train()
 
@@ -591,7 +586,7 @@ class Sampler:
             # All but its last token: generate() feeds that one itself, to get the first logits.
             self.model.base_model(
                 input_ids=ids[:, :-1], attention_mask=mask[:, :-1],
-                position_ids=positions(mask[:, :-1]), use_cache=True, **{CACHE: cache},
+                position_ids=positions(mask[:, :-1]), use_cache=True, cache=cache,
             )
             cache.batch_repeat_interleave(group_size)
         ids, mask = ids.repeat_interleave(group_size, 0), mask.repeat_interleave(group_size, 0)
@@ -603,7 +598,7 @@ class Sampler:
             try:
                 new = self.model.generate(
                     ids, attention_mask=mask, generation_config=config,
-                    logits_processor=None if done else watch, **{CACHE: cache},
+                    logits_processor=None if done else watch, cache=cache,
                 )[:, ids.shape[1] :]
             except RuntimeError as error:
                 if not any(x in str(error) for x in ("probability tensor", "device-side assert")):
@@ -940,14 +935,14 @@ def response_states(model, input_ids, attention_mask, response_len, groups):
     prompt = (one, slice(width))
     last = body(  # of a prompt: the state that predicts the first token of each answer
         input_ids=ids[prompt], attention_mask=mask[prompt], position_ids=place[prompt],
-        use_cache=True, **{CACHE: cache},
+        use_cache=True, cache=cache,
     ).last_hidden_state[group, -1:]
     if response_len == 1:
         return last
     cache.batch_select_indices(group)  # each answer gets the keys and values of its prompt
     rest = body(  # all answers but their last tokens, which predict nothing
         input_ids=ids[:, width:-1], attention_mask=mask[:, :-1], position_ids=place[:, width:-1],
-        use_cache=True, **{CACHE: cache},
+        use_cache=True, cache=cache,
     ).last_hidden_state
     return torch.cat([last, rest], 1)
 

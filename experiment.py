@@ -1102,7 +1102,9 @@ def _length_and_digest(data):
 
 
 def _step_of(name, line):
-    """The step of a line of a log, -1 if it is no such line."""
+    """The step of a line of a log, -1 if it is no such line, or not a whole one."""
+    if not line.endswith(b"\n"):
+        return -1
     with suppress(*NO_JSON, OverflowError):
         if name == "samples.jsonl":
             return int(json.loads(line.decode())["step"])  # of bytes it would read UTF-16, too
@@ -1607,7 +1609,7 @@ def _leaving_logps(model, ids, mask, cells):
     def states(rows, columns):
         return model.base_model(
             input_ids=ids[rows, columns], attention_mask=mask[rows, : columns.stop],
-            position_ids=place[rows, columns], use_cache=True, **{common.CACHE: cache},
+            position_ids=place[rows, columns], use_cache=True, cache=cache,
         ).last_hidden_state
 
     every, stay = slice(None), torch.tensor([0, 2, 3], device=ids.device)

@@ -242,7 +242,7 @@ def test_memory_of_log_probs_is_a_third_of_the_plain_way():
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.Qwen2Config(**shape), attn_implementation="eager").train()
         ids = torch.ones(8, 576, dtype=torch.long)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

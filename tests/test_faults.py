@@ -246,6 +246,16 @@ def test_lines_that_can_be_read_go_on(name, halted, capsys):
     assert f"{name}.bak" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name, missing", [("metrics.csv", 1), ("metrics.csv", 3),
+                                           ("samples.jsonl", 1)])
+def test_a_last_line_that_was_cut_is_no_line(name, missing, halted):
+    """Cut within its last cell it has all its commas, and the next row would grow on to it."""
+    lines = (halted / name).read_bytes().splitlines(keepends=True)
+    (halted / name).write_bytes(b"".join(lines)[:-missing])
+    go_on(halted)
+    assert (halted / name).read_bytes().splitlines(keepends=True) == lines[:-1]
+
+
 def test_logs_that_are_gone_or_folders(halted, capsys):
     remove(halted / "metrics.csv")
     remove(halted / "samples.jsonl")

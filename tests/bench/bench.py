@@ -359,7 +359,7 @@ def memory(rows=8, prompt=64, length=512):
         model, ids = random_model(HALF).train(), torch.zeros(rows, prompt + length).long()
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     peaks, skip = [], mock.patch("transformers.masking_utils.fast_all", lambda mask: True)
     for form in (lambda *args: common.token_logps(*args)[0], naive):
         with Memory(model) as counter, skip:  # nobody can look into this mask
