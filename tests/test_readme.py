@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import experiment
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "plots" / "README.md")
@@ -56,6 +58,14 @@ def test_files_and_pictures_exist():
         pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
         for path in pictures + re.findall(r"\]\(((?:[\w.]+/)*[\w.-]+)(?:#[\w-]+)?\)", text):
             assert (page.parent / path).exists(), path
+
+
+def test_the_columns_are_those_of_metrics_csv():
+    """Each is explained, and none that isn't there."""
+    table = README.read_text().split("| column | healthy |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(
+        r"`(\w+)`", row.split(" | ")[0])]
+    assert sorted(named) == sorted(experiment.COLUMNS)
 
 
 def test_the_readme_is_short():
