@@ -43,8 +43,8 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     # Micro-batches differ in size: fixed blocks of a GPU's memory would leave gaps. torch reads
     # this when the GPU is first used.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# Else transformers from 5.25 swaps layers on a GPU for code that it fetches from the hub, in train()
-# and eval() each its own: nothing is run here that isn't installed.
+# Else transformers (from 5.25) swaps layers on a GPU for code that it fetches from the hub, other
+# code for train() than for eval(): nothing is run here that isn't installed.
 os.environ["USE_HUB_KERNELS"] = "NO"
 huggingface_hub.utils.logging.set_verbosity_error()
 transformers.utils.logging.set_verbosity_error()
