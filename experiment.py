@@ -33,6 +33,7 @@ from typing import get_args
 import torch
 import transformers
 from filelock import FileLock, Timeout
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -97,6 +98,8 @@ def parse_args(config_class, tiny, argv=None):
     raises ValueError. Any fault ends the program with one line and exit status 2.
     """
     common.guard_output()
+    if Version(transformers.__version__) < Version("5.24"):  # `cache=` had another name
+        fail(f"transformers {transformers.__version__}: too old; pip install -r requirements.txt")
     parser = _Parser(
         config_class, allow_abbrev=False, usage="%(prog)s [--flag value ...]",
         formatter_class=_Help,

@@ -643,6 +643,11 @@ def test_broken_model_folders(refused, folder, fault, monkeypatch):
     assert str(folder) in refused(grpo, *SHORT, "--model", folder)
 
 
+def test_an_old_transformers_is_refused(refused, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.9.1")
+    assert "transformers 5.9.1" in refused(grpo, *SHORT)
+
+
 @pytest.mark.parametrize("attention", ["org/wormhole", {"": "org/a@main:f"}])
 def test_code_on_the_hub_is_refused(refused, folder, attention):
     """By us, not by the net's absence: with a net, transformers would fetch and run it."""
