@@ -644,7 +644,7 @@ def test_broken_model_folders(refused, folder, fault, monkeypatch):
 
 
 def test_an_old_transformers_is_refused(refused, monkeypatch):
-    monkeypatch.setattr("transformers.__version__", "5.9.1")
+    monkeypatch.setattr(experiment.transformers, "__version__", "5.9.1")
     assert "transformers 5.9.1" in refused(grpo, *SHORT)
 
 
