@@ -256,8 +256,10 @@ def from_pretrained(auto_class, path, dtype=None, **changes):
     dtype None: of master weights. `changes` are to the config. Stops with one line on any fault.
     """
     try:
-        if auto_class in (AutoTokenizer, AutoConfig):
+        if auto_class is AutoTokenizer:
             return auto_class.from_pretrained(path, trust_remote_code=False)
+        if auto_class is AutoConfig:
+            return _load_config(path, changes)
         model = _load_model(auto_class, path, dtype, changes)
     except Exception as error:  # a foreign folder can make transformers raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -284,8 +286,7 @@ def from_pretrained(auto_class, path, dtype=None, **changes):
 
 
 def _load_model(auto_class, path, dtype, changes):
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
-    _make_plain(config)
+    config = _load_config(path, changes)
     came_in = str(config.dtype or torch.float32).removeprefix("torch.")
     config.loaded_dtype = getattr(config, "loaded_dtype", came_in)  # our checkpoints' own
     # When sharded, keep the checkpoint's dtype: each layer becomes float32 on its own (see shard).
@@ -304,6 +305,12 @@ def _load_model(auto_class, path, dtype, changes):
     if missing:  # transformers makes up random ones and goes on
         raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
     return model
+
+
+def _load_config(path, changes):
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+    _make_plain(config)
+    return config
 
 
 def _make_plain(config):

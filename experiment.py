@@ -1452,7 +1452,7 @@ def check_fit(sampler, data, cfg):
 def check_critic(path):
     """Stop unless a model with a number at every token can be made of this folder. Where its family
     has no class for that, transformers is given one."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, num_labels=1)
+    config = common.from_pretrained(AutoConfig, path, num_labels=1)
     try:
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             head = _token_head(type(config))

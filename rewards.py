@@ -222,6 +222,9 @@ class RewardModel:
         config = AutoConfig.from_pretrained(name_or_dir, trust_remote_code=False)
         if config.num_labels != 1:
             raise ValueError(f"{name_or_dir} has {config.num_labels} labels, a reward model has 1")
+        if "/" in str(config._attn_implementation):  # transformers would fetch and run it
+            raise ValueError(f"its attn_implementation {config._attn_implementation} is code on "
+                             "the hub; remove that setting from its config.json")
         config.update({k: 0.0 for k, rate in config.to_dict().items() if "drop" in k and rate})
         self.model, report = AutoModelForSequenceClassification.from_pretrained(
             name_or_dir, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,

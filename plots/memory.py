@@ -44,7 +44,8 @@ def shape(name, task="CausalLM"):
         if known and not Path(name).is_dir():
             config = transformers.Qwen2Config(**dict(zip(KEYS, known)), dtype="bfloat16")
         else:
-            config = transformers.AutoConfig.from_pretrained(experiment.find_model(name))
+            path = experiment.find_model(name)
+            config = common.from_pretrained(transformers.AutoConfig, path)
         config.num_labels = 1
         with torch.device("meta"):
             model = getattr(transformers, f"AutoModelFor{task}").from_config(config)

@@ -649,10 +649,12 @@ def test_an_old_transformers_is_refused(refused, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["org/wormhole", {"": "org/a@main:f"}])
-def test_code_on_the_hub_is_refused(refused, folder, attention):
+def test_code_on_the_hub_is_refused(refused, folder, reward_model, attention):
     """By us, not by the net's absence: with a net, transformers would fetch and run it."""
-    holding_json("config.json", attn_implementation=attention)(folder)
-    assert "is code on the hub" in refused(grpo, *SHORT, "--model", folder)
+    for place, flags in (folder, ["--model"]), (reward_model, ["--reward=model", "--reward_model"]):
+        holding_json("config.json", attn_implementation=attention)(place)
+        assert "is code on the hub" in refused(grpo, *SHORT, *flags, place)
+    assert "is code on the hub" in refused(ppo, *SHORT, "--critic", folder)
     assert os.environ["USE_HUB_KERNELS"] == "NO"  # the layers' own kernels
 
 
