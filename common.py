@@ -17,7 +17,6 @@ import warnings
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
@@ -79,38 +78,6 @@ def fail(message):
     raise SystemExit(2)
 
 
-class _Output:
-    """A stream whose reader may die (head, a closed ssh session, a full disk): the rest goes
-    nowhere, and the run goes on."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        self._try(self.stream.write, text)
-
-    def flush(self):
-        self._try(self.stream.flush)
-
-    def _try(self, action, *text):
-        try:
-            action(*text)
-        except OSError:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self.stream.fileno())
-
-
-def guard_output():
-    """From now on a terminal that dies, or was closed before the start, stops nothing."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # None: closed by `>&-`
-        if not isinstance(stream, _Output):
-            setattr(sys, name, _Output(stream))
-
-
 def say(message):
     """Print once, on rank 0, without tearing the progress bar."""
     if rank() == 0:
@@ -158,47 +125,6 @@ def compute_dtype(name):
     gpu = torch.get_device_module(device())
     native = gpu.is_bf16_supported(including_emulation=False)  # not on a T4
     return torch.bfloat16 if native else torch.float32
-
-
-def start_processes(dtype, prompts_per_step):
-    """Join the process group under torchrun; alone, make one only if weights are to be sharded."""
-    backend, here = "gloo", device().type
-    if here not in ("cpu", "mps"):
-        torch.accelerator.set_device_index(device().index)
-        if dtype == "auto" and compute_dtype(dtype) == torch.float32:
-            say("notice: this GPU has no native bfloat16, computing in float32")
-        # Gradients go from GPU to GPU by nccl, Python objects (the rollout) between hosts by gloo.
-        backend = f"cpu:gloo,{here}:{dist.get_default_backend_for_device(here)}"
-    elif here == "cpu" and torch.backends.mps.is_available():
-        say("notice: this runs on the CPU; --device mps uses the Apple GPU")
-    if "RANK" in os.environ:
-        # Two hours: the others wait while rank 0 saves a large model.
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-        sys.excepthook = _die
-        if prompts_per_step < world():
-            fail(f"--prompts_per_step {prompts_per_step}: {world()} processes want one each")
-    elif compute_dtype(dtype) != torch.float32:
-        # A group of one: FSDP is what keeps float32 master weights behind a bfloat16 forward.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _die(kind, error, trace):
-    # One rank's exception ends the job: an orderly exit would wait for collectives of the others.
-    time.sleep(2 * (rank() > 0))  # as in fail()
-    print(f"rank {rank()} failed:", file=sys.stderr)
-    sys.__excepthook__(kind, error, trace)
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def end_processes(together=True):
-    """Leave together. gloo's threads can abort an ordinary interpreter exit, so skip it."""
-    if in_group():
-        if together:
-            dist.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def sum_over_ranks(x):

@@ -27,10 +27,12 @@ import tempfile
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 import transformers
 from filelock import FileLock, Timeout
 from packaging.version import Version
@@ -97,7 +99,7 @@ def parse_args(config_class, tiny, argv=None):
     defaults. Every value is checked against its field's range, then by `Config.check()`, which
     raises ValueError. Any fault ends the program with one line and exit status 2.
     """
-    common.guard_output()
+    guard_output()
     if Version(transformers.__version__) < Version("5.24"):  # `cache=` had another name
         fail(f"transformers {transformers.__version__}: too old; pip install -r requirements.txt")
     parser = _Parser(
@@ -184,6 +186,38 @@ def _resumed(config_class, cfg, given):
         if name not in MAY_CHANGE and saved.get(name) != value:
             fail(f"--resume with --{name} {value}, but the run has {saved.get(name)}: leave it out")
     return config_class(**saved | {k: v for k, v in given.items() if k in MAY_CHANGE})
+
+
+class _Output:
+    """A stream whose reader may die (head, a closed ssh session, a full disk): the rest goes
+    nowhere, and the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self._try(self.stream.write, text)
+
+    def flush(self):
+        self._try(self.stream.flush)
+
+    def _try(self, action, *text):
+        try:
+            action(*text)
+        except OSError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+def guard_output():
+    """From now on a terminal that dies, or was closed before the start, stops nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None: closed by `>&-`
+        if not isinstance(stream, _Output):
+            setattr(sys, name, _Output(stream))
 
 
 NO_MODEL = {  # what a folder without a config.json may hold, and what to do then
@@ -758,7 +792,7 @@ def whole_folder(folder):
             raise OSError(str(error)) from error
         raise
     if common.world() > 1:
-        torch.distributed.barrier()
+        dist.barrier()
 
 
 def _seal(temporary, folder):
@@ -1390,7 +1424,7 @@ def set_up(cfg, file, needs_gold=""):
     data = load_questions(cfg, needs_gold)
     if not begun and cfg.model in BUILTIN:
         start = builtin_folder(cfg, data.train)
-    common.start_processes(cfg.dtype, cfg.prompts_per_step)
+    start_processes(cfg.dtype, cfg.prompts_per_step)
     # By rank 0: over a network the others may not see the newest files yet.
     start, begun = common.from_all_ranks((start, begun))[0]
     run = Run(cfg, Path(file).stem)
@@ -1427,6 +1461,47 @@ def set_up_torch(cfg):
         # The gradient of indexing adds with atomics in two threads, in whatever order comes.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it costs; tests do it
+
+
+def start_processes(dtype, prompts_per_step):
+    """Join the process group under torchrun; alone, make one only if weights are to be sharded."""
+    backend, here = "gloo", common.device().type
+    if here not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(common.device().index)
+        if dtype == "auto" and common.compute_dtype(dtype) == torch.float32:
+            say("notice: this GPU has no native bfloat16, computing in float32")
+        # Gradients go from GPU to GPU by nccl, Python objects (the rollout) between hosts by gloo.
+        backend = f"cpu:gloo,{here}:{dist.get_default_backend_for_device(here)}"
+    elif here == "cpu" and torch.backends.mps.is_available():
+        say("notice: this runs on the CPU; --device mps uses the Apple GPU")
+    if "RANK" in os.environ:
+        # Two hours: the others wait while rank 0 saves a large model.
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+        sys.excepthook = _die
+        if prompts_per_step < common.world():
+            fail(f"--prompts_per_step {prompts_per_step}: {common.world()} processes want one each")
+    elif common.compute_dtype(dtype) != torch.float32:
+        # A group of one: FSDP is what keeps float32 master weights behind a bfloat16 forward.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _die(kind, error, trace):
+    # One rank's exception ends the job: an orderly exit would wait for collectives of the others.
+    time.sleep(2 * (rank() > 0))  # as in fail()
+    print(f"rank {rank()} failed:", file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def end_processes(together=True):
+    """Leave together. gloo's threads can abort an ordinary interpreter exit, so skip it."""
+    if common.in_group():
+        if together:
+            dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def check_fit(sampler, data, cfg):
@@ -1674,7 +1749,7 @@ def finish(run, log, sampler, data):
         run.lock.release(force=True)
         if run.evaluates_only:
             shutil.rmtree(run.folder)
-    common.end_processes(together=not interrupted)
+    end_processes(together=not interrupted)
 
 
 def _conclude(run, final):

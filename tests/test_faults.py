@@ -313,11 +313,11 @@ def test_a_run_whose_terminal_is_dead(impl, short, whole, tmp_path):
 def test_a_stream_that_was_closed_at_the_start(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    common.guard_output()
+    experiment.guard_output()
     print("nobody reads this")
     print("nor this", file=sys.stderr, flush=True)
     guarded = sys.stdout
-    common.guard_output()
+    experiment.guard_output()
     assert sys.stdout is guarded
 
 

@@ -289,7 +289,7 @@ def worker(folder):
         tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="?")
     common.load_tokenizer = lambda path: tokenizer
     experiment.evaluate = lambda *_: {}
-    common.end_processes = lambda together: None
+    experiment.end_processes = lambda together: None
     finish = experiment.finish
     for script, flags in RUNS.items():
         out = f"{folder}/{script}"

@@ -191,7 +191,7 @@ def broken(folder, impl, lines, flags=""):
         "import common, experiment, grpo, torch.distributed as dist\n"
         f"argv = '{ARGV} --group_size 4 {flags}'.split()\n"
         "cfg = experiment.parse_args(grpo.Config, grpo.TINY, argv)\n"
-        f"common.start_processes(cfg.dtype, cfg.prompts_per_step)\n{lines}\n"
+        f"experiment.start_processes(cfg.dtype, cfg.prompts_per_step)\n{lines}\n"
     )
     return program
 

@@ -59,7 +59,7 @@ class Peak:
 
 def worker(path, dtype, folder):
     """What `experiment.set_up`, a step of AdamW and `Run.save` do, stage by stage."""
-    common.start_processes(dtype, prompts_per_step=2)
+    experiment.start_processes(dtype, prompts_per_step=2)
     cfg = SimpleNamespace(model=path, dtype=dtype, temperature=1.0, max_prompt_len=64,
                           max_new_tokens=64, rollout_batch=8)
     base = resident()
@@ -80,7 +80,7 @@ def worker(path, dtype, folder):
             experiment.save_optimizer(policy, optimizer, temporary, "optimizer")
         del policy, sampler, optimizer, parameter
         gc.collect()
-    common.end_processes()
+    experiment.end_processes()
 
 
 def main():
