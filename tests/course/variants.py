@@ -330,7 +330,8 @@ def mean_of(rows, column):
 
 def table(rows, seeds, steps):
     """The results as markdown."""
-    lines = ["| | held-out sampled (range) | greedy | entropy, last 10 steps | clip fraction | s |",
+    lines = ["| | held-out sampled (range) | greedy | entropy, last 10 steps | clip fraction | "
+             "steps, s |",
              "|---|---|---|---|---|---|"]
     for r in rows:
         clip = "" if math.isnan(r["clip"]) else f"{r['clip']:.4f}"
